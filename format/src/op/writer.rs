@@ -6,10 +6,10 @@ use super::{
     RestoreBodyRaw, SCATTER, SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
 };
 use crate::defect::{Defect, check_limit};
-use crate::ids::{Key, PageId, Width};
-use crate::image::Codec;
+use crate::ids::{Key, PageId, Place, Width};
+use crate::image::{Codec, ImageRef};
 use crate::limits::{FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, ROOT_LEN_MAX, align_up};
-use crate::value::{encode_entry, encode_metadata};
+use crate::value::{Metadata, encode_entry, encode_metadata};
 
 /// A growable buffer into which [`PayloadWriter`] encodes a payload. The engine implements this trait for its own
 /// memory.
@@ -109,21 +109,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         match op {
             Op::Create { len, place, key, metadata, .. } => {
                 (header.kind, header.first) = (CREATE, *len);
-                check_place(*place)?;
-                let (place_kind, place_ordinal) = place.to_raw();
-                let metadata = encode_metadata(metadata, METADATA_LEN_MAX)?;
-                let key = key.as_ref().map_or(&[][..], Key::as_bytes);
-                let fixed = CreateBodyRaw {
-                    place_kind,
-                    key_len: u8::try_from(key.len()).expect("keys are at most 64 bytes"),
-                    reserved: 0,
-                    place_ordinal,
-                    metadata_len: u32::try_from(metadata.len()).expect("metadata is at most 64 KiB"),
-                    reserved_2: 0,
-                };
-                self.bytes.append(&fixed.to_bytes())?;
-                self.bytes.append(key)?;
-                self.bytes.append(&metadata)?;
+                self.append_create(*place, key.as_ref(), metadata)?;
             }
             Op::Write { offset, bytes, .. } => {
                 (header.kind, header.first, header.second) = (WRITE, *offset, bytes.len() as u64);
@@ -173,18 +159,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
             Op::Image { len, image, .. } => {
                 (header.kind, header.first) = (IMAGE, *len);
                 image.check(*len)?;
-                // Reject overlays, because only a manifest can record their base.
-                Codec::from_raw(image.codec.to_raw())?;
-                let body = ImageBodyRaw {
-                    file: image.file,
-                    offset: image.offset,
-                    stored_len: image.stored_len,
-                    stored_crc: image.stored_crc,
-                    raw_crc: image.raw_crc,
-                    codec: image.codec.to_raw(),
-                    reserved: [0; 7],
-                };
-                self.bytes.append(&body.to_bytes())?;
+                self.append_image(image)?;
             }
             Op::Move { place, .. } => {
                 check_place(*place)?;
@@ -199,6 +174,41 @@ impl<B: PayloadBytes> PayloadWriter<B> {
             }
         }
         self.end(header, body_at)
+    }
+
+    /// Appends the body of [`Op::Create`].
+    fn append_create(&mut self, place: Place, key: Option<&Key>, metadata: &Metadata) -> Result<(), Defect> {
+        check_place(place)?;
+        let (place_kind, place_ordinal) = place.to_raw();
+        let metadata = encode_metadata(metadata, METADATA_LEN_MAX)?;
+        let key = key.map_or(&[][..], Key::as_bytes);
+        let fixed = CreateBodyRaw {
+            place_kind,
+            key_len: u8::try_from(key.len()).expect("keys are at most 64 bytes"),
+            reserved: 0,
+            place_ordinal,
+            metadata_len: u32::try_from(metadata.len()).expect("metadata is at most 64 KiB"),
+            reserved_2: 0,
+        };
+        self.bytes.append(&fixed.to_bytes())?;
+        self.bytes.append(key)?;
+        self.bytes.append(&metadata)
+    }
+
+    /// Appends the body of [`Op::Image`].
+    fn append_image(&mut self, image: &ImageRef) -> Result<(), Defect> {
+        // Reject overlays, because only a manifest can record their base.
+        Codec::from_raw(image.codec.to_raw())?;
+        let body = ImageBodyRaw {
+            file: image.file,
+            offset: image.offset,
+            stored_len: image.stored_len,
+            stored_crc: image.stored_crc,
+            raw_crc: image.raw_crc,
+            codec: image.codec.to_raw(),
+            reserved: [0; 7],
+        };
+        self.bytes.append(&body.to_bytes())
     }
 
     /// Appends a write of `len` zeros, so that the caller can write the new bytes into the payload later. The zeros
