@@ -247,51 +247,29 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
         return key in old or key in new or key in foreign
 
     for block in blocks:
-        cost = 0
-        if block is not None:
-            cost = max(block.nbytes // _CAPTURED_PARTS if block.captured else block.nbytes, _COST_MIN)
+        cost = 0 if block is None else _batch_cost(block)
         if flush is not None and (block is None or held + cost > _BATCH_BYTES and held):
             batch, held = flush(updates), 0
             updates = []
         if block is None:
             continue
         held += cost
-        first = block.arrays[0]
-        key = key_by_name.get(first.name)
+        name = block.arrays[0].name
+        key = key_by_name.get(name)
         if key is None or key in new:
-            key = key_of(first.name, taken)
+            key = key_of(name, taken)
         # Reuse the previous layout objects if they are equal, so that equal layouts are not kept twice.
         before = old.get(key)
         new[key] = before if before is not None and before == block.arrays else block.arrays
         sizes[key] = block.nbytes
-        whole = len(block.arrays) == 1 and first.stride is None
-        dtype, shape = _of_file(first)
-        page_metadata: dict[str, Any] = {"dtype": dtype}
-        if whole:
-            page_metadata |= {"name": first.name, "shape": shape}
         width = _width_of(block)
-        is_captured = captures is not None and block.captured
         if key not in old:
-            content = block.data if block.nbytes else 0
-            # Write the bytes of a captured block to a separate file, by a later capture or from host memory. Bytes in
-            # GPU memory would be written to the log.
-            if captures is not None and is_captured and place == "disk":
-                content = block.nbytes
-                captures.begin(key, block, width)
-            elif is_captured:
-                content = block.data.cpu()
-            batch.create(content, key=key, place=place, metadata=page_metadata, at_commit=True)
+            _create_page(batch, key, block, place, width, captures)
             changed = True
             continue
         info = store.info(key)
-        was = info.metadata
-        for name in was.keys() - page_metadata.keys():
-            batch.remove_metadata(key, name)
-            changed = True
-        for name, value in page_metadata.items():
-            if name not in was or was[name] != value:
-                batch.set_metadata(key, name, value)
-                changed = True
+        changed |= _change_metadata(batch, key, info.metadata, _page_metadata(block))
+        is_captured = captures is not None and block.captured
         if info.place != place:
             batch.move_to(key, place)
             changed = True
@@ -318,6 +296,44 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
     for key, content in ((MANIFEST_KEY, last.put(new, tree, metadata)), (HEADER_KEY, header)):
         changed |= _put_page(store, batch, key, content)
     return batch, changed
+
+
+def _batch_cost(block: Block) -> int:
+    """Returns the bytes that are charged for a block in a batch."""
+    return max(block.nbytes // _CAPTURED_PARTS if block.captured else block.nbytes, _COST_MIN)
+
+
+def _page_metadata(block: Block) -> dict[str, Any]:
+    """Returns the metadata of a block's page."""
+    first = block.arrays[0]
+    dtype, shape = _of_file(first)
+    if len(block.arrays) == 1 and first.stride is None:
+        return {"dtype": dtype, "name": first.name, "shape": shape}
+    return {"dtype": dtype}
+
+
+def _create_page(batch: _native.Batch, key: str, block: Block, place: str, width: int,
+                 captures: Captures | None) -> None:
+    content = block.data if block.nbytes else 0
+    # Write the bytes of a captured block to a separate file, by a later capture or from host memory. Bytes in GPU
+    # memory would be written to the log.
+    if captures is not None and block.captured and place == "disk":
+        content = block.nbytes
+        captures.begin(key, block, width)
+    elif captures is not None and block.captured:
+        content = block.data.cpu()
+    batch.create(content, key=key, place=place, metadata=_page_metadata(block), at_commit=True)
+
+
+def _change_metadata(batch: _native.Batch, key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Replaces the metadata of a page, and returns whether any entry changed."""
+    removed = old.keys() - new.keys()
+    for name in removed:
+        batch.remove_metadata(key, name)
+    different = [(name, value) for name, value in new.items() if name not in old or old[name] != value]
+    for name, value in different:
+        batch.set_metadata(key, name, value)
+    return bool(removed or different)
 
 
 def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: str = "null", *, note: str | None,
