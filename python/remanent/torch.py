@@ -40,13 +40,14 @@ from remanent._tensors.tensor_files import (
 )
 from remanent._tensors.torch_modes import refuse_fake_tensors
 from remanent._util.progress import Bar
-from remanent._versions.history import Difference, ElementChange, blame, diff
+from remanent._versions.history import Difference, Divergence, ElementChange, blame, diff
 from remanent._versions.retention import KEEP_DEFAULT, KeptVersions, ListedVersion, at_of, prune, versions
 from remanent._versions.run_versions import Version, whole
 
 __all__ = [
-    "Checkpointer", "Difference", "ElementChange", "ListedVersion", "Saved", "TensorSlice", "Version", "blame", "diff",
-    "load", "load_file", "load_model", "prune", "safe_open", "save", "save_file", "save_model", "versions",
+    "Checkpointer", "Difference", "Divergence", "ElementChange", "ListedVersion", "Saved", "TensorSlice", "Version",
+    "blame", "diff", "load", "load_file", "load_model", "prune", "safe_open", "save", "save_file", "save_model",
+    "versions",
 ]
 
 _Path = str | os.PathLike[str]

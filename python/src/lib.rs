@@ -188,6 +188,15 @@ mod _native {
         listed_versions::list(py, path)
     }
 
+    /// Returns the CRC-32 of each tensor, all of which are on one GPU such as "cuda:0".
+    #[pyfunction]
+    fn gpu_checksums(
+        memory: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::device)] device: &str,
+    ) -> PyResult<Vec<u32>> {
+        super::load_pages::gpu_checksums(memory, device)
+    }
+
     /// Returns a value as JSON text. `adapt` converts objects of other libraries. Objects that `leaves` accepts
     /// are collected there, and the text contains their names.
     #[pyfunction]

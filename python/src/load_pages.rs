@@ -1,4 +1,4 @@
-//! Loads whole pages of a view into caller-owned memory, on the host or on a GPU.
+//! Loads whole pages of a view into caller-owned memory, on the host or on a GPU, and checksums such memory.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -8,7 +8,7 @@ use remanent::{DeviceChoice, Error, PageId, Result};
 use crate::copiers::copier;
 use crate::errors::{OrRaise, VIEW, invalid, memory_refused};
 use crate::memory::{CudaBytes, Input, Output};
-use crate::page_name::PageName;
+use crate::page_name::{PageName, iterable};
 use crate::source::PastSource;
 
 /// Reads whole pages into memory on `device`.
@@ -83,4 +83,36 @@ fn load_gpu(view: &PastSource, pages: Vec<(PageName, CudaBytes)>, device: Device
     }
     let pages: Vec<(PageId, _)> = named.into_iter().zip(&adopted).collect();
     copier.load(&view, &pages)
+}
+
+/// Returns the CRC-32 of each range of memory on `device`, a GPU.
+///
+/// # Errors
+/// `TypeError`, `BufferError`, and errors of the device.
+pub fn gpu_checksums(memory: &Bound<'_, PyAny>, device: &str) -> PyResult<Vec<u32>> {
+    let py = memory.py();
+    let choice: DeviceChoice = device.parse().or_raise(py, None)?;
+    let mut ranges = Vec::new();
+    for each in iterable(memory, "memory must be an iterable of tensors, such as a list")? {
+        match Input::take(&each?)? {
+            Input::Cuda(bytes) => ranges.push(bytes),
+            Input::Host(_) => {
+                return Err(memory_refused("the memory is on the host", "pass tensors on the GPU"));
+            }
+        }
+    }
+    let found = py.detach(|| {
+        let copier = copier(choice)?;
+        // Empty memory has no address. Its checksum is 0.
+        let mut adopted = Vec::new();
+        for bytes in ranges {
+            let is_empty = bytes.len() == 0;
+            let bytes =
+                if is_empty { None } else { Some(bytes.adopt_by(|bytes| copier.caller_bytes(bytes))?) };
+            adopted.push(bytes);
+        }
+        let mut sums = copier.checksums(&adopted.iter().flatten().collect::<Vec<_>>())?.into_iter();
+        Ok(adopted.iter().map(|bytes| bytes.as_ref().and_then(|_| sums.next()).unwrap_or(0)).collect())
+    });
+    found.or_raise(py, None)
 }

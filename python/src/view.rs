@@ -217,6 +217,18 @@ impl PyView {
         proven.or_raise_of(py, Some(&past.path), VIEW)
     }
 
+    /// Returns the CRC-32 of each page's bytes without reading them, or None for a page that batches changed after its
+    /// image was written.
+    fn _image_checksums(slf: PyRef<'_, Self>, pages: &Bound<'_, PyAny>) -> PyResult<Vec<Option<u32>>> {
+        let (py, past) = (pages.py(), Self::past(slf.as_super()));
+        let names = page_names(pages)?;
+        let checksums = py.detach(|| {
+            let view = past.get()?;
+            names.iter().map(|name| view.image_checksum(name.find(&*view)?.page)).collect()
+        });
+        checksums.or_raise_of(py, Some(&past.path), VIEW)
+    }
+
     /// Creates a store at `path` whose history begins at this state, and returns the new store's id. Images
     /// are shared, not copied.
     fn fork(

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import remanent
-from remanent._checkpoint import restoration
+from remanent._checkpoint import checkpointer, replicas, restoration
+from remanent._tensors import gpu_scratch
 from remanent.dcp import StorageReader, StorageWriter
 from remanent.torch import Checkpointer, Difference, Version
 
@@ -690,6 +691,155 @@ def load_dcp_unsharded(directory: Path) -> None:
     assert same(found, torch.load(directory / "all of 3"))
 
 
+class HostScratch(gpu_scratch.Scratch):
+    """Scratch memory on the host, where a restore needs none."""
+
+    def __init__(self, lengths: Mapping[str, int]) -> None:
+        self._pool = None
+        self._divide(torch.zeros(sum(length + 256 for length in lengths.values()), dtype=torch.uint8), lengths)
+
+
+class Copies:
+    """Equal models on all ranks, a buffer that differs, and a record of the pages that this rank loads."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6))).to(DEVICE)
+        self.model.register_buffer("rank", torch.full((5,), dist.get_rank(), device=DEVICE))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.step()
+        self.run = Checkpointer(directory, self.model, self.optimizer, process_group=dist.group.WORLD, replicated=True,
+                                **options)
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.linspace(-1, 1, parameter.numel(), device=DEVICE).view(parameter.shape)
+        self.optimizer.step()
+
+    def state(self) -> list[torch.Tensor]:
+        found = [each.detach().clone() for each in self.model.state_dict().values()]
+        for each in self.optimizer.state.values():
+            found += [each["exp_avg"].clone(), each["exp_avg_sq"].clone(), each["step"].clone()]
+        return found
+
+    def restored(self) -> list[int]:
+        """Restores the newest version and returns the number of bytes that each rank loaded."""
+        loaded: list[int] = []
+
+        class Recorded:
+            def __init__(self, view: Any) -> None:
+                self._view = view
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._view, name)
+
+            def load(self, pages: Any, device: str = "host") -> None:
+                loaded.append(sum(each.numel() for each in pages.values()))
+                self._view.load(pages, device)
+
+        class Patched(restoration.Restoration):
+            def __init__(self, views: Any, *rest: Any, **options: Any) -> None:
+                views.own = Recorded(views.own)
+                super().__init__(views, *rest, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpointer, "Restoration", Patched)
+            patch.setattr(replicas, "_BYTES_MIN", 0)
+            patch.setattr(replicas, "_ROUND_LEN", 5000)
+            patch.setattr(replicas, "_RATE_MIN", 0)
+            if DEVICE == "cpu":
+                patch.setattr(restoration, "scratch_for", lambda device, lengths: HostScratch(lengths))
+            self.run.restore()
+        all_loaded: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_loaded, sum(loaded))
+        return all_loaded
+
+    def spoil(self) -> None:
+        for each in self.model.state_dict().values():
+            each.zero_()
+        for of_parameter in self.optimizer.state.values():
+            of_parameter["exp_avg"].fill_(7)
+
+
+def replicas_load_shares_and_exchange_them(directory: Path) -> None:
+    ranks = dist.get_world_size()
+    copies = Copies(directory)
+    copies.run.save(1)
+    saved = copies.state()
+    nbytes = sum(each.nbytes for each in saved)
+    copies.spoil()
+    loaded = copies.restored()
+    assert same(copies.state(), saved)
+    # Each equal page is loaded by one rank.
+    assert nbytes <= sum(loaded) < 1.2 * nbytes and max(loaded) < 1.5 * nbytes / ranks, (loaded, nbytes)
+
+
+def page_that_arrives_damaged_is_loaded(directory: Path) -> None:
+    copies = Copies(directory)
+    copies.run.save(1)
+    saved = copies.state()
+    copies.spoil()
+    broadcast = dist.broadcast
+
+    def damaging(memory: torch.Tensor, source: int, *rest: Any, **options: Any) -> Any:
+        sent = broadcast(memory, source, *rest, **options)
+        if source != dist.get_rank() and dist.get_rank() == 1:
+            sent.wait()
+            memory[len(memory) // 2] ^= 1
+        return sent
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", damaging)
+        loaded = copies.restored()
+    assert same(copies.state(), saved)
+    assert loaded[1] > loaded[0]
+
+
+def damaged_share_of_one_rank_changes_nothing(directory: Path) -> None:
+    copies = Copies(directory)
+    copies.run.save(1)
+    saved = copies.state()
+    copies.step()
+    now = copies.state()
+    if dist.get_rank() == 1:
+        newest = max((directory / "rank-1/pages").glob("*.pages"))
+        content = bytearray(newest.read_bytes())
+        for at in range(0, len(content), 64):
+            content[at] ^= 1
+        newest.write_bytes(content)
+    dist.barrier()
+    with raises(remanent.DamagedError, "" if dist.get_rank() == 1 else "rank 1: "):
+        copies.restored()
+    assert same(copies.state(), now) and not same(now, saved)
+
+
+def diverged_replicas_are_named_and_not_saved(directory: Path) -> None:
+    last = dist.get_world_size() - 1
+    copies = Copies(directory, compare_every=2)
+    copies.run.save(1)
+    copies.run.save(2)
+    if dist.get_rank() == last:
+        with torch.no_grad():
+            copies.model[2].weight[3, 4:6] += 1
+        next(iter(copies.optimizer.state.values()))["exp_avg"][0, 0] += 1
+    # Only every second save compares.
+    copies.run.save(3)
+    with pytest.raises(remanent.ReplicasDivergedError) as raised:
+        copies.run.save(4)
+    others = list(range(last))
+    names = {each.name: (each.groups, each.differing, each.first) for each in raised.value.tensors}
+    assert names == {"model/2.weight": ([others, [last]], [0] * last + [2], 100),
+                     "optimizer/state/0/exp_avg": ([others, [last]], [0] * last + [1], 0)}, names
+    assert "model/2.weight" in str(raised.value) and copies.run.versions()[-1].step == 3
+    if dist.get_rank() == last:
+        with torch.no_grad():
+            copies.model[2].weight[3, 4:6] -= 1
+        next(iter(copies.optimizer.state.values()))["exp_avg"][0, 0] -= 1
+    copies.run.save(4)
+    copies.run.save(5)
+    assert copies.run.versions()[-1].step == 5
+
+
 Check = Callable[[Path], None]
 # The stages of each check: the number of ranks, and the function that they run.
 CHECKS: dict[str, list[tuple[int, Check]]] = {check.__name__: [(RANKS, check)] for check in (
@@ -708,6 +858,10 @@ CHECKS: dict[str, list[tuple[int, Check]]] = {check.__name__: [(RANKS, check)] f
     stores_of_former_ranks_are_removed,
     ambiguous_redistribution_is_rejected,
     dtensors_are_restored_in_current_layout,
+    replicas_load_shares_and_exchange_them,
+    page_that_arrives_damaged_is_loaded,
+    damaged_share_of_one_rank_changes_nothing,
+    diverged_replicas_are_named_and_not_saved,
 )}
 CHECKS["dcp_loads_fsdp_model_with_other_rank_counts"] = [
     (2, begin_dcp), (1, continue_dcp), (4, continue_dcp), (3, continue_dcp), (1, load_dcp_unsharded)]
@@ -715,7 +869,8 @@ CHECKS["new_ranks_find_earlier_versions"] = [(1, begin_with_one), (2, continue_w
 CHECKS["number_of_ranks_may_change"] = [
     (4, begin), (3, continue_run), (1, continue_run), (4, continue_run), (2, continue_run)]
 ON_GPUS = ("restored_run_continues_bit_for_bit", "every_save_option_restores_all_parts",
-           "damaged_point_is_not_skipped")
+           "damaged_point_is_not_skipped", "replicas_load_shares_and_exchange_them",
+           "page_that_arrives_damaged_is_loaded", "diverged_replicas_are_named_and_not_saved")
 
 
 def main(directory: Path, names: list[str]) -> None:

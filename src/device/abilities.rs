@@ -164,6 +164,9 @@ pub trait KernelAddresses {
     /// Returns the CUDA ordinal of the GPU that owns page memory or has registered it. Returns `None` for host-only
     /// memory.
     fn gpu_of(&self, memory: MemoryId) -> Option<u32>;
+
+    /// Returns the CUDA ordinal of the GPU of a device slot, or `None` for a slot without a GPU.
+    fn gpu_at(&self, slot: u32) -> Option<u32>;
 }
 
 /// Returns the contents of page memory as host bytes.
@@ -252,6 +255,13 @@ impl dyn Device + '_ {
     pub(crate) fn gpu_with(&self, memory: MemoryId) -> Option<u32> {
         let is_on_gpu = matches!(self.place_of(memory), Place::Device(_) | Place::Unified);
         self.abilities().addresses.filter(|_| is_on_gpu)?.gpu_of(memory)
+    }
+
+    /// Returns the number of the GPU of a place, which must be a device slot.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn gpu_at(&self, place: Place) -> Option<u32> {
+        let Place::Device(slot) = place else { return None };
+        self.abilities().addresses?.gpu_at(slot)
     }
 
     pub(crate) fn origin(&self, memory: MemoryId) -> (u64, u64) {

@@ -12,10 +12,13 @@ use remanent_format::PageId;
 
 use super::state::PastState;
 use super::view::View;
-use crate::base::allocation::push;
+use crate::base::allocation::{collected, push};
 use crate::base::parallel;
 use crate::base::process::{ForkGuard, Process};
-use crate::device::{Access, CallerMemory, Device, DeviceBytes, EngineDevice, Lane, MemoryLink, Span};
+use crate::device::sums::{sum_each, sums_in, sums_len};
+use crate::device::{
+    Access, CallerMemory, CommandList, Device, DeviceBytes, EngineDevice, Lane, MemoryLink, Span,
+};
 use crate::error::{Error, Refused, Result};
 use crate::images::read::{ImageRequest, SummedBy};
 use crate::memory::staging::StagingPool;
@@ -151,6 +154,46 @@ impl DeviceCopier {
             return Err(Error::Refused(Refused::Memory { len: pair[0].1.len, reason }));
         }
         LoadRun { past, device, staging, targets }.load()
+    }
+
+    /// Returns the CRC-32 of each range, computed on the device. The ranges may overlap, and none is changed.
+    ///
+    /// Bytes of a page that arrived in another way than by [`load`](Self::load), such as from another GPU, are the
+    /// page's bytes if their checksum equals [`View::image_checksum`].
+    ///
+    /// ```
+    /// use remanent::device::CallerMemory;
+    /// use remanent::history::DeviceCopier;
+    /// use remanent::{DeviceChoice, Place};
+    /// let copier = DeviceCopier::open(DeviceChoice::Host)?;
+    /// // A stand-in for a tensor, which `CallerMemory::from_cuda` would describe.
+    /// let tensor = CallerMemory::from_vec(b"123456789".to_vec(), Place::Device(0));
+    /// let tensor = copier.caller_bytes(&tensor)?;
+    /// assert_eq!(copier.checksums(&[&tensor])?, [0xcbf4_3926]);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Refused`] for memory of another device; [`Error::Forked`]; [`Error::OutOfMemory`]; a device error.
+    pub fn checksums(&self, ranges: &[&DeviceBytes]) -> Result<Vec<u32>> {
+        self.opener.check()?;
+        let CopierParts { device, staging, .. } = &**self.parts;
+        let mut sources = Vec::new();
+        for bytes in ranges {
+            bytes.check_process()?;
+            bytes.check_device(device)?;
+            push(&mut sources, bytes.arrived(Access::Read)?)?;
+        }
+        if sources.is_empty() {
+            return Ok(Vec::new());
+        }
+        let count = sources.len();
+        let commands = vec![sum_each(sources, 0)];
+        let list = CommandList { commands, staging: vec![staging.take(sums_len(count))?.into_staging()] };
+        let returned = device.finish(device.submit(Lane::Load, list)?)?;
+        let sums = collected(sums_in(&returned[0][..sums_len(count)]));
+        staging.put_all(returned);
+        sums
     }
 }
 

@@ -177,6 +177,17 @@ impl View {
         let prove = |(): &mut (), index: usize| past.prove(pages[index]);
         parallel::map_indexed(parallel::threads(READERS_MAX), pages.len(), || (), prove).map(drop)
     }
+
+    /// Returns the CRC-32 of a page's bytes as recorded with its image, without reading the bytes. Returns `None` if
+    /// later batches changed the page, so that no image contains exactly its bytes, and for an empty page.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`], [`Error::Forked`].
+    pub fn image_checksum(&self, page: PageId) -> Result<Option<u32>> {
+        let past = self.past()?;
+        let is_empty = past.page_len(page)? == 0;
+        Ok(past.exact_image(page).filter(|_| !is_empty).map(|image| image.raw_crc))
+    }
 }
 
 impl fmt::Debug for View {

@@ -203,13 +203,12 @@ impl Store {
     /// # Errors
     /// `Refused` if no device slot is bound to the GPU.
     fn place_on(&self, gpu: u32) -> Result<Place> {
-        for place in self.parts.options.device_places() {
-            if self.committer().device_bytes(place, 1)?.gpu() == Some(gpu) {
-                return Ok(place);
-            }
-        }
-        let reason = format!("the store has no pages on GPU {gpu}, which the communicator uses");
-        Err(Error::Refused(Refused::Memory { len: 0, reason }))
+        let device = &self.engine().device;
+        let place = self.parts.options.device_places().find(|place| device.gpu_at(*place) == Some(gpu));
+        place.ok_or_else(|| {
+            let reason = format!("the store has no pages on GPU {gpu}, which the communicator uses");
+            Error::Refused(Refused::Memory { len: 0, reason })
+        })
     }
 
     /// Digests all pages in one state.

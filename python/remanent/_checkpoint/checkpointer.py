@@ -17,7 +17,7 @@ import torch
 from remanent._checkpoint.host_ring import Passage, Room, WriterEndedError
 from remanent._checkpoint.restoration import Restoration
 from remanent._checkpoint.restore_targets import Targets
-from remanent._checkpoint.run_parts import device_of, parts_of, refuse_overlap, stepped
+from remanent._checkpoint.run_parts import device_of, parts_of, refuse_overlap, stepped, trained_by
 from remanent._checkpoint.saves import Capture, LeftSaves, Reading, Saved
 from remanent._checkpoint.waiting_bytes import WaitingBytes
 from remanent._state import page_tree
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     import torch.distributed
 
     from remanent._checkpoint.ranks import Ranks
+    from remanent._checkpoint.replicas import Replicas
 
 _Path = str | os.PathLike[str]
 
@@ -115,6 +116,11 @@ class Checkpointer:
         non-contiguous tensors and tensors on other devices are saved without digests. The memory of captured tensors
         is kept alive until the next save. For a model on the host, the host finds the changes.
     :param process_group: the ranks that save together, each with its own state; see below.
+    :param replicated: whether the ranks of `process_group` are replicas, as with DistributedDataParallel. Each rank still
+        saves its own copy. `restore` reads a share of the equal pages from each rank's copy and exchanges the shares
+        between the GPUs, if their link is faster than the bus to the host. Each page is verified where it arrives.
+    :param compare_every: compare the parameters and the optimizer state of replicas at every nth save. If they differ,
+        the save raises `ReplicasDivergedError` and saves nothing. None compares nothing.
     :param options: options of `Store`, such as `log={"io": "direct"}`. A budget of less than 32 MiB for "disk" may be
         too small for one batch of a save, which is then rejected. `images={"compression": True}` reduces the disk space
         of bfloat16 weights by a fifth and makes saves two to three times slower.
@@ -159,10 +165,14 @@ class Checkpointer:
                  extra: Mapping[str, Any] | None = None, rng: bool = True, keep: int = 2,
                  keep_for: float | None = None, room: int = 256 << 20, device_room: int = 0, overlap: bool = False,
                  digests: bool = False, process_group: torch.distributed.ProcessGroup | None = None,
-                 **options: Unpack[StoreOptions]) -> None:
+                 replicated: bool = False, compare_every: int | None = None, **options: Unpack[StoreOptions]) -> None:
         self._opener = os.getpid()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint")
         self._ranks: Ranks | None = None
+        self._replicas: Replicas | None = None
+        self._compare_every = compare_every
+        # The number of saves since the replicas were compared.
+        self._uncompared = 0
         device = torch.device("cpu")
 
         def checked() -> dict[str, Any]:
@@ -171,6 +181,12 @@ class Checkpointer:
                 raise InvalidError(f"keep: {keep} is below 1, the smallest number of versions to keep")
             if room < 0 or device_room < 0:
                 raise InvalidError(f"room and device_room must be at least 0 bytes, not {room} and {device_room}")
+            if replicated and process_group is None:
+                raise InvalidError("replicated: a single process has no replicas", remedy="pass `process_group`")
+            if compare_every is not None and not replicated:
+                raise InvalidError("compare_every: only replicas can be compared", remedy="pass `replicated=True`")
+            if compare_every is not None and _whole_number("compare_every", compare_every) < 1:
+                raise InvalidError(f"compare_every: {compare_every} is below 1, which compares at every save")
             refuse_archive(options)
             if overlap:
                 refuse_overlap(optimizer)
@@ -187,6 +203,10 @@ class Checkpointer:
 
                 self._ranks = ranks = self._waited(lambda: Ranks(process_group))
                 self._parts = self._waited(lambda: ranks.all_or_none(checked))
+                if replicated:
+                    from remanent._checkpoint.replicas import Replicas
+
+                    self._replicas = Replicas(ranks, process_group)
             else:
                 self._parts = checked()
             self._rng = rng
@@ -293,6 +313,7 @@ class Checkpointer:
         :raises InUseError: `busy` is "refuse" and the previous save is in progress. Nothing is saved.
         :raises RefusedError: a value cannot be stored (the message names the value), or a CUDA graph is being captured.
             Nothing is saved.
+        :raises ReplicasDivergedError: replicas differ (see `compare_every`). Nothing is saved.
         """
         began = time.monotonic()
         self._check_open()
@@ -306,6 +327,7 @@ class Checkpointer:
             is_left = self._is_left_to_next(busy, wait or name is not None)
             is_next = not is_left
             if is_next:
+                self._compare_if_due()
                 _refuse_modes()
                 # The step of the previous save counts only if that save succeeds.
                 self._finish()
@@ -362,6 +384,31 @@ class Checkpointer:
                 done.result()
             raise
         return saved
+
+    def _compare_if_due(self) -> None:
+        """Compares the parameters and the optimizer state of replicas at every nth save."""
+        replicas = self._replicas
+        if replicas is None or self._compare_every is None:
+            return
+        self._uncompared += 1
+        if self._uncompared < self._compare_every:
+            return
+        self._uncompared = 0
+
+        def trained() -> list[Extent]:
+            _refuse_modes()
+            found: dict[str, torch.Tensor] = {}
+            flatten_state({name: part.state_dict() for name, part in self._parts.items()
+                           if name in ("model", "optimizer")}, found, of_rank=True)
+            return trained_by(self._parts, extents_there(found))
+
+        streams = CurrentStreams(Targets(self._parts, of_rank=True).devices())
+
+        def compare() -> None:
+            with streams.entered():
+                replicas.compare(replicas.all_or_none(trained))
+
+        self._after_saves("compare replicas", compare)
 
     def _next_step(self, step: int) -> int:
         """Returns `step` as an int after checking that it is not below the run's current step."""
@@ -706,7 +753,7 @@ class Checkpointer:
         whole(views.own)
         nbytes = sum(info.length for info in views.own.pages() if "dtype" in info.metadata)
         with self._bar(nbytes, "proving", progress) as bar:
-            restoration = Restoration(views, targets, layouts, bar, cast=cast)
+            restoration = Restoration(views, targets, layouts, bar, cast=cast, replicas=self._replicas)
         state = restoration.state
         if views.number is None or not self._rng:
             # Two ranks with the same random numbers would train on the same noise.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,10 +13,13 @@ from remanent._state.modules import Described, LiveModule, described_in
 from remanent._state.page_tree import Arrays, Manifest
 from remanent._state.run_state import made, parts_module
 from remanent._store.errors import NoStateError
-from remanent._tensors.conversion import DTYPE, is_cuda, load_pages, tensors_of, together
+from remanent._tensors.conversion import DTYPE, device_name, load_pages, tensors_of, together
 from remanent._tensors.gpu_scratch import Scratch, scratch_for
 from remanent._util.progress import Bar
 from remanent._versions.run_versions import Views
+
+if TYPE_CHECKING:
+    from remanent._checkpoint.replicas import Replicas
 
 
 class Restoration:
@@ -28,37 +31,32 @@ class Restoration:
     :param layouts: the layouts of the run's DTensors, or None if the run has a single process.
     :param bar: a progress bar that counts the verified bytes.
     :param cast: whether a model's element types may differ from the version's.
+    :param replicas: the ranks with which pages are exchanged, or None if this rank loads all pages itself.
     :raises InvalidError: the version does not fit the run. Nothing changed.
     """
 
-    def __init__(self, views: Views, targets: Targets, layouts: Any, bar: Bar, *, cast: bool) -> None:
+    def __init__(self, views: Views, targets: Targets, layouts: Any, bar: Bar, *, cast: bool,
+                 replicas: Replicas | None = None) -> None:
         self._views = views
-        manifest = page_tree.read_manifest(views.own)
-        if manifest.tree is None:
-            raise NoStateError("the store contains tensors, but no version of a run",
-                               remedy="load the tensors with `load_file`")
-        outline = _outline(manifest)
-        names_now = targets.fit(outline, cast=cast)
-        wholes = None if layouts is None else parts_module().Wholes(views, layouts)
-
-        def is_own(name: str, said: Any) -> bool:
-            return wholes is not None and name in targets.wholes and wholes.is_own(name, said)
-
-        names = {name for kind, name, said in _tensors_in(manifest.tree)
-                 if (name not in targets.wholes if kind == "tensor" else is_own(name, said))}
-        lengths = {key: views.own.info(key).length for key in manifest.pages}
-        # The memory of the run's tensors, by page.
-        self._memory = targets.memory_of(manifest.pages, lengths, names)
         # The verified bytes of pages on GPUs with enough free memory. Other pages are read again by `load`.
         self._scratch: dict[torch.device, Scratch] = {}
+        # The memory of the run's tensors, by page.
+        self._memory: dict[str, torch.Tensor] = {}
+
+        def plan() -> _Plan:
+            return self._planned(targets, layouts, cast=cast)
+
+        plan_of_rank = plan() if replicas is None else replicas.all_or_none(plan)
+        manifest, outline, names_now, wholes, names, lengths = plan_of_rank
+        loaded = set() if replicas is None else self._exchanged(replicas, lengths, bar)
         for device, memory in self._memory_by_device():
-            of_device = {key: lengths[key] for key in memory}
-            scratch = scratch_for(device, of_device)
+            of_device = {key: lengths[key] for key in memory if key not in loaded}
+            scratch = self._scratch.get(device) or scratch_for(device, of_device)
             if scratch is not None:
                 self._scratch[device] = scratch
             for keys in together(of_device, device if scratch is not None else torch.device("cpu")):
                 if scratch is not None:
-                    views.own.load({key: scratch.pages[key] for key in keys}, str(device))
+                    views.own.load({key: scratch.pages[key] for key in keys}, device_name(device))
                 else:
                     views.own.prove(keys)
                 for key in keys:
@@ -86,6 +84,46 @@ class Restoration:
         self.parts_in_place = {part for part, said in outline.items()
                                if any(each.array in set(in_place) for each in described_in(said))}
 
+    def _planned(self, targets: Targets, layouts: Any, *, cast: bool) -> _Plan:
+        """Compares the version with the run, and finds the memory of the run's tensors for each page."""
+        view = self._views.own
+        manifest = page_tree.read_manifest(view)
+        if manifest.tree is None:
+            raise NoStateError("the store contains tensors, but no version of a run",
+                               remedy="load the tensors with `load_file`")
+        outline = _outline(manifest)
+        names_now = targets.fit(outline, cast=cast)
+        wholes = None if layouts is None else parts_module().Wholes(self._views, layouts)
+
+        def is_own(name: str, said: Any) -> bool:
+            return wholes is not None and name in targets.wholes and wholes.is_own(name, said)
+
+        names = {name for kind, name, said in _tensors_in(manifest.tree)
+                 if (name not in targets.wholes if kind == "tensor" else is_own(name, said))}
+        lengths = {key: view.info(key).length for key in manifest.pages}
+        self._memory = targets.memory_of(manifest.pages, lengths, names)
+        return _Plan(manifest, outline, names_now, wholes, names, lengths)
+
+    def _exchanged(self, replicas: Replicas, lengths: Mapping[str, int], bar: Bar) -> set[str]:
+        """Loads the pages that are equal on all ranks into scratch memory, a share on each rank. Returns the pages that
+        are loaded and verified."""
+        by_device = dict(self._memory_by_device())
+        device = next(iter(by_device), torch.device("cpu"))
+        checksums: dict[str, tuple[int, int]] = {}
+        if len(by_device) == 1 and replicas.can_exchange(device):
+            for key, found in zip(self._memory, self._views.own._image_checksums(list(self._memory)), strict=True):
+                if found is not None:
+                    checksums[key] = lengths[key], found
+        shared = replicas.shared_pages(checksums)
+        if not shared:
+            return set()
+        ordered = {key: lengths[key] for key in (*shared, *(self._memory.keys() - set(shared)))}
+        scratch = replicas.of_all(lambda: scratch_for(device, ordered))
+        if scratch is None:
+            return set()
+        self._scratch[device] = scratch
+        return replicas.load(self._views.own, scratch, shared, checksums, bar)
+
     @property
     def nbytes(self) -> int:
         """The number of bytes that `load` reads."""
@@ -110,7 +148,7 @@ class Restoration:
                     bar.add(sum(each.numel() for each in memory.values()))
                     continue
                 for keys in together({key: each.numel() for key, each in memory.items()}, device):
-                    self._views.own.load({key: memory[key] for key in keys}, str(device) if is_cuda(device) else "host")
+                    self._views.own.load({key: memory[key] for key in keys}, device_name(device))
                     for key in keys:
                         bar.add(memory[key].numel())
         finally:
@@ -125,6 +163,22 @@ class Restoration:
         for scratch in self._scratch.values():
             scratch.free()
         self._views.close()
+
+
+class _Plan(NamedTuple):
+    """How the tensors of a version fit the run."""
+
+    manifest: Manifest
+    #: The state with a description in place of each tensor.
+    outline: dict[str, Any]
+    #: The names of the run's tensors by those of the version, for each module.
+    names_now: dict[str, dict[str, str]]
+    #: The layouts of DTensors, or None if the run has a single process.
+    wholes: Any
+    #: The names of tensors whose bytes this rank reads as they are.
+    names: set[str]
+    #: The length of each page in bytes.
+    lengths: dict[str, int]
 
 
 def _by_home(manifest: Manifest, in_place: Iterable[str], targets: Targets,

@@ -53,11 +53,28 @@ def stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[E
 
     A tensor that shares a storage with a tensor of the second list is also in the second list.
     """
-    if optimizer is None:
-        return [], tensors
+    return ([], tensors) if optimizer is None else _within(tensors, _of_optimizer(optimizer))
+
+
+def trained_by(parts: Mapping[str, Any], tensors: list[Extent]) -> list[Extent]:
+    """Returns the tensors that are parameters of the model or belong to the optimizer. Buffers, such as the statistics
+    of a BatchNorm, may differ between replicas."""
+    model, optimizer = parts.get("model"), parts.get("optimizer")
+    own = list(model.parameters()) if hasattr(model, "parameters") else []
+    if hasattr(optimizer, "param_groups"):
+        own += _of_optimizer(optimizer)
+    return _within(tensors, own)[0]
+
+
+def _of_optimizer(optimizer: Any) -> list[torch.Tensor]:
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for state in optimizer.state.values():
         own += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return own
+
+
+def _within(tensors: list[Extent], own: list[torch.Tensor]) -> tuple[list[Extent], list[Extent]]:
+    """Divides tensors into those that share a storage with `own` and all others."""
     parts = parts_module()
     if parts is not None:
         with torch.no_grad():

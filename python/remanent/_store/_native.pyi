@@ -902,6 +902,7 @@ class View(Reader):
         >>> remanent.View(directory).prove(["k", "v"])
         """
 
+    def _image_checksums(self, pages: Iterable[_Page]) -> list[int | None]: ...
     def fork(self, path: _Path) -> str:
         """Creates a store at `path` whose history begins at this state, and returns the new store's id. Images
         are shared, not copied.
@@ -2059,6 +2060,9 @@ def command(program: Sequence[str], arguments: Sequence[str]) -> int:
 
 def close_all() -> None:
     """Closes all open stores. The package registers this function with `atexit`."""
+
+def gpu_checksums(memory: Iterable[Any], device: str) -> list[int]:
+    """Returns the CRC-32 of each tensor, all of which are on one GPU such as "cuda:0"."""
 
 def _log_level(level: int | None) -> bool: ...
 def _log_take(

@@ -9,7 +9,7 @@ __all__ = [
     "ForeignDirectoryError", "ForkedError", "InUseError", "InvalidError", "InvalidTypeError", "LeasedError",
     "LockedError", "MemoryRefusedError", "MismatchError", "NoStateError", "NoStoreError", "OutOfBoundsError", "OutOfMemoryError",
     "OverBudgetError", "OvertakenError", "PoisonedError", "RankFailedError", "RefusedError",
-    "RestoreFailedError", "StoreIOError", "SupersededError", "TakenError", "UnknownKeyError", "UnknownPageError",
+    "ReplicasDivergedError", "RestoreFailedError", "StoreIOError", "SupersededError", "TakenError", "UnknownKeyError", "UnknownPageError",
 ]
 
 
@@ -275,6 +275,17 @@ class RankFailedError(Error):
     _remedy = "correct the error of the rank that failed first, then restart the run"
 
     rank: int | None
+
+
+class ReplicasDivergedError(Error):
+    """Parameters or optimizer states that must be equal on all ranks differ. Nothing was saved.
+
+    `tensors` lists the tensors as `remanent.torch.Divergence`.
+    """
+
+    _remedy = "restore a version in which the ranks were equal, or make all ranks continue with the state of one rank"
+
+    tensors: list[Any]
 
 
 class RefusedError(Error, TypeError, ValueError):

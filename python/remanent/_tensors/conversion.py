@@ -111,6 +111,11 @@ def is_cuda(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
+def device_name(device: torch.device) -> str:
+    """Returns the name of a device for the engine: that of a CUDA GPU, or "host"."""
+    return str(device) if is_cuda(device) else "host"
+
+
 def _array(extent: Extent) -> ArrayLayout:
     """Returns the layout of a tensor that has a page of its own."""
     return ArrayLayout(extent.name, SHORT[extent.tensor.dtype], extent.tensor.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -23,13 +23,23 @@ class Scratch:
     def __init__(self, device: torch.device, lengths: Mapping[str, int]) -> None:
         self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
         with torch.inference_mode(False), torch.cuda.device(device), torch.cuda.use_mem_pool(self._pool):
-            memory = torch.empty(_size(lengths), dtype=torch.uint8, device=device)
+            self._divide(torch.empty(_size(lengths), dtype=torch.uint8, device=device), lengths)
+
+    def _divide(self, memory: torch.Tensor, lengths: Mapping[str, int]) -> None:
+        #: The memory of all pages, in the order of `lengths`.
+        self.memory = memory
         #: The memory of each page, by key.
         self.pages: dict[str, torch.Tensor] = {}
+        self._starts: dict[str, int] = {}
         at = 0
         for key, length in lengths.items():
             self.pages[key] = memory[at:at + length]
+            self._starts[key] = at
             at += _aligned(length)
+
+    def span(self, keys: Sequence[str]) -> torch.Tensor:
+        """Returns the memory from the first of these consecutive pages to the end of the last one."""
+        return self.memory[self._starts[keys[0]]:self._starts[keys[-1]] + self.pages[keys[-1]].numel()]
 
     def copy_to(self, memory: Mapping[str, torch.Tensor]) -> None:
         """Copies all pages to `memory`, on the current stream."""
@@ -40,6 +50,7 @@ class Scratch:
         """Returns the memory to the GPU, after the queued copies."""
         # The pool keeps memory that is still in use when the pool is deleted.
         self.pages = {}
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pool = None
 
 

@@ -56,6 +56,20 @@ class ElementChange:
     after: Any
 
 
+@dataclass(frozen=True)
+class Divergence:
+    """A tensor that differs between replicas. Listed in `ReplicasDivergedError.tensors`."""
+
+    #: The name of the tensor in a version.
+    name: str
+    #: The ranks, in groups with equal bytes. The first group contains rank 0.
+    groups: list[list[int]]
+    #: For each rank, the number of elements that differ from rank 0, or None if the elements were not compared.
+    differing: list[int] | None
+    #: The flat index of the first element that differs on any rank, or None if the elements were not compared.
+    first: int | None
+
+
 def diff(directory: _Path, before: int | str, after: int | str | None = None) -> dict[str, Difference | None]:
     """Compares two versions in a directory of `save_file`, and returns a `Difference` for each tensor that differs, by
     name.

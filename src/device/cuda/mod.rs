@@ -578,6 +578,10 @@ impl KernelAddresses for CudaDevice {
     fn gpu_of(&self, _memory: MemoryId) -> Option<u32> {
         Some(self.context.ordinal)
     }
+
+    fn gpu_at(&self, slot: u32) -> Option<u32> {
+        (slot == 0).then_some(self.context.ordinal)
+    }
 }
 
 impl DirectReads for CudaDevice {

@@ -540,6 +540,10 @@ impl KernelAddresses for MultiDevice {
         let DeviceAddress { part, memory } = self.address_of(memory);
         self.parts[part].abilities().addresses?.gpu_of(memory)
     }
+
+    fn gpu_at(&self, slot: u32) -> Option<u32> {
+        self.parts.get(slot as usize)?.abilities().addresses?.gpu_at(0)
+    }
 }
 
 impl HostBytes for MultiDevice {

@@ -74,14 +74,14 @@ impl<'a> Link<'a> {
         let Recovery { arena, staging, options, device, .. } = recovery;
         let gpu = source.exchange.gpu();
         let len = Header::LEN * u64::from(source.exchange.ranks());
-        for place in options.device_places() {
-            let headers = RoundMemory::new(arena, place, len)?;
-            if device.gpu_with(headers.part(0, len).memory) == Some(gpu) {
-                return Ok(Self { source, staging, place, device, arena, headers });
-            }
-        }
-        let reason = "the communicator of the open uses it, and no device slot of the store does".to_owned();
-        Err(Error::Unavailable(Unavailable::Device { device: format!("cuda:{gpu}"), reason }))
+        let place = options.device_places().find(|place| device.gpu_at(*place) == Some(gpu));
+        let place = place.ok_or_else(|| {
+            let reason =
+                "the communicator of the open uses it, and no device slot of the store does".to_owned();
+            Error::Unavailable(Unavailable::Device { device: format!("cuda:{gpu}"), reason })
+        })?;
+        let headers = RoundMemory::new(arena, place, len)?;
+        Ok(Self { source, staging, place, device, arena, headers })
     }
 
     pub fn rank(&self) -> u64 {

@@ -457,6 +457,10 @@ impl KernelAddresses for LateDevice {
     fn gpu_of(&self, memory: MemoryId) -> Option<u32> {
         self.inner.abilities().addresses?.gpu_of(memory)
     }
+
+    fn gpu_at(&self, slot: u32) -> Option<u32> {
+        self.inner.abilities().addresses?.gpu_at(slot)
+    }
 }
 
 impl DirectReads for LateDevice {
