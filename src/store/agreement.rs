@@ -4,16 +4,17 @@
 //!    each comparison, different contents have equal digests only with a probability below 2^-100
 //!    ([`digests`](crate::device)).
 //! 2. Each rank digests its pages, on the device and in one state of the store. Only sixteen bytes for each chunk of 64
-//!    KiB reach the host. The host combines them to one digest of each page, one of the page table and one of all
-//!    pages.
-//! 3. The ranks exchange the last two digests. If these are equal on all ranks, the comparison ends. Equal replicas
-//!    thus exchange a few hundred bytes, regardless of the number of pages.
-//! 4. Otherwise the ranks exchange the digests of all pages, and each rank determines the pages that differ.
+//!    KiB reach the host. The host combines them to one digest of all pages, and digests the page table.
+//! 3. The ranks exchange the two digests. If these are equal on all ranks, the comparison ends. Equal replicas thus
+//!    exchange a few hundred bytes, regardless of the number of pages.
+//! 4. Otherwise each rank combines the digests of the chunks of each page, the ranks exchange the digests of all pages,
+//!    and each rank determines the pages that differ.
 //!
 //! A rank that fails locally still takes part in the next exchange, so that the other ranks detect the failure
 //! immediately.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use remanent_format::{Lsn, PageId, PageInfo, Place};
 
@@ -79,7 +80,7 @@ struct Summary {
     bytes: u64,
     /// The digest of the page table: ids, lengths and keys.
     table: Digest,
-    /// The digest of the page digests.
+    /// The digest of the chunk digests of all pages.
     contents: Digest,
 }
 
@@ -117,9 +118,23 @@ impl Summary {
 
 /// The digests of all pages of a store in one state.
 struct PageDigests {
-    pages: Vec<PageId>,
-    digests: Vec<Digest>,
+    /// The pages, each with the range of its chunks.
+    pages: Vec<(PageId, Range<usize>)>,
+    /// The digests of the chunks of all pages.
+    chunks: Vec<Digest>,
     summary: Summary,
+}
+
+impl PageDigests {
+    /// Returns the digest of each of these pages, which takes the host some 7 us per page.
+    fn of_pages(&self, pages: &[(PageId, Range<usize>)], key: &[u8]) -> Result<Vec<Digest>> {
+        let mut digests = Vec::new();
+        make_room(&mut digests, pages.len())?;
+        for (_, chunks) in pages {
+            digests.push(digest_of_chunks(&self.chunks[chunks.clone()], key)?);
+        }
+        Ok(digests)
+    }
 }
 
 /// The pages of a store in one state, and the command lists in flight that digest them.
@@ -188,9 +203,8 @@ impl Store {
             };
             // Step 4.
             if summaries.iter().any(|summary| summary.contents != own.summary.contents) {
-                let pieces = own.pages.chunks(EXCHANGE_LEN / DIGEST_LEN);
-                for (pages, digests) in pieces.zip(own.digests.chunks(EXCHANGE_LEN / DIGEST_LEN)) {
-                    let all = exchange.gather(digests.as_flattened())?;
+                for pages in own.pages.chunks(EXCHANGE_LEN / DIGEST_LEN) {
+                    let all = exchange.gather(own.of_pages(pages, &key)?.as_flattened())?;
                     append(&mut agreement.diverged, diverged(pages, all.as_chunks().0))?;
                 }
             }
@@ -230,26 +244,34 @@ impl Store {
                 }
             }
         };
-        let mut digests = Vec::new();
-        make_room(&mut digests, infos.len())?;
-        digests.resize(infos.len(), digest_of_chunks(&[], key)?);
+        let (mut pages, mut count) = (Vec::new(), 0);
+        make_room(&mut pages, infos.len())?;
+        for info in &infos {
+            let end = count + digest_count(info.len) as usize;
+            pages.push((info.page, count..end));
+            count = end;
+        }
+        let mut chunks = Vec::new();
+        make_room(&mut chunks, count)?;
+        chunks.resize(count, [0; DIGEST_LEN]);
         // Even after an error, all lists must end, because they use the memory of the keys.
         let finished: Vec<_> =
             lists.into_iter().map(|list| (list.pages, list.len, device.finish(list.pending))).collect();
-        for (pages, len, returned) in finished {
+        for (numbers, len, returned) in finished {
             let bytes = StagingBuf::new(returned?.pop().expect("one staging went in"), len);
-            let mut chunks = bytes.as_chunks().0;
-            for page in pages {
-                let (own, rest) = chunks.split_at(digest_count(infos[page].len) as usize);
-                digests[page] = digest_of_chunks(own, key)?;
-                chunks = rest;
+            let mut found: &[Digest] = bytes.as_chunks().0;
+            for number in numbers {
+                let (own, rest) = found.split_at(digest_count(infos[number].len) as usize);
+                chunks[pages[number].1.clone()].copy_from_slice(own);
+                found = rest;
             }
             staging.put(bytes.into_staging());
         }
-        for (page, on_disk) in on_disk {
-            digests[page] = disk_digest(&on_disk, infos[page].len, key)?;
+        for (number, on_disk) in on_disk {
+            digest_on_disk(&on_disk, infos[number].len, key, &mut chunks[pages[number].1.clone()])?;
         }
-        summarized(lsn, &infos, digests, key)
+        let summary = summarized(lsn, &infos, &chunks, key)?;
+        Ok(PageDigests { pages, chunks, summary })
     }
 }
 
@@ -314,41 +336,36 @@ impl DigestSources {
     }
 }
 
-/// Digests a page on disk on the calling thread.
-fn disk_digest(page: &DiskPage, len: u64, key: &[u8]) -> Result<Digest> {
-    let mut chunks = Vec::new();
-    make_room(&mut chunks, digest_count(len) as usize)?;
+/// Digests the chunks of a page on disk on the calling thread.
+fn digest_on_disk(page: &DiskPage, len: u64, key: &[u8], chunks: &mut [Digest]) -> Result<()> {
     let mut bytes = Vec::new();
     make_room(&mut bytes, DIGEST_CHUNK_LEN as usize)?;
-    for offset in (0..len).step_by(DIGEST_CHUNK_LEN as usize) {
+    for (offset, chunk) in (0..len).step_by(DIGEST_CHUNK_LEN as usize).zip(chunks) {
         bytes.resize(DIGEST_CHUNK_LEN.min(len - offset) as usize, 0);
         page.read(offset, &mut bytes)?;
-        chunks.push(digest_of_bytes(&bytes, key)?);
+        *chunk = digest_of_bytes(&bytes, key)?;
     }
-    digest_of_chunks(&chunks, key)
+    Ok(())
 }
 
-/// Combines the digests of all pages.
-fn summarized(lsn: Lsn, infos: &[PageInfo], digests: Vec<Digest>, key: &[u8]) -> Result<PageDigests> {
-    let (mut pages, mut table, mut bytes) = (Vec::new(), Vec::new(), 0_u64);
-    make_room(&mut pages, infos.len())?;
+/// Combines the digests of all chunks. The table, which contains the lengths, determines the page of each chunk.
+fn summarized(lsn: Lsn, infos: &[PageInfo], chunks: &[Digest], key: &[u8]) -> Result<Summary> {
+    let (mut table, mut bytes) = (Vec::new(), 0_u64);
     for info in infos {
-        pages.push(info.page);
         bytes = bytes.saturating_add(info.len);
         // A key is at most 64 bytes long, so a byte holds its length.
         let page_key = info.key.as_ref().map_or(&[][..], |key| key.as_bytes());
         let row = info.page.0.to_le_bytes().into_iter().chain(info.len.to_le_bytes());
         append(&mut table, row.chain([page_key.len() as u8]).chain(page_key.iter().copied()))?;
     }
-    let summary = Summary {
+    Ok(Summary {
         has_failed: false,
         lsn,
         pages: infos.len() as u64,
         bytes,
         table: digest_of_bytes(&table, key)?,
-        contents: digest_of_chunks(&digests, key)?,
-    };
-    Ok(PageDigests { pages, digests, summary })
+        contents: digest_of_chunks(chunks, key)?,
+    })
 }
 
 /// Returns an error if a rank failed, or if the page tables of two ranks differ.
@@ -391,9 +408,9 @@ fn groups<T: PartialEq>(values: impl Iterator<Item = T>) -> Vec<Vec<u32>> {
 }
 
 /// Returns the pages whose digests differ. `digests` contains the digests of all ranks, one rank after another.
-fn diverged(pages: &[PageId], digests: &[Digest]) -> Vec<DivergedPage> {
+fn diverged(pages: &[(PageId, Range<usize>)], digests: &[Digest]) -> Vec<DivergedPage> {
     let of_page = |number: usize| digests.iter().skip(number).step_by(pages.len());
-    let differs = |(number, page): (usize, &PageId)| {
+    let differs = |(number, (page, _)): (usize, &(PageId, Range<usize>))| {
         let groups = groups(of_page(number));
         (groups.len() > 1).then_some(DivergedPage { page: *page, groups })
     };
@@ -440,7 +457,7 @@ mod tests {
     #[test]
     fn pages_with_other_digests_are_found() {
         let digest = |byte| [byte; DIGEST_LEN];
-        let pages = [PageId(3), PageId(5), PageId(8)];
+        let pages = [(PageId(3), 0..1), (PageId(5), 1..4), (PageId(8), 4..4)];
         let ranks = [[1, 2, 3], [1, 9, 3], [1, 2, 4]];
         let digests: Vec<Digest> = ranks.as_flattened().iter().map(|byte| digest(*byte)).collect();
         let found = diverged(&pages, &digests);
