@@ -112,7 +112,8 @@ pub fn gpu_checksums(memory: &Bound<'_, PyAny>, device: &str) -> PyResult<Vec<u3
             adopted.push(bytes);
         }
         let mut sums = copier.checksums(&adopted.iter().flatten().collect::<Vec<_>>())?.into_iter();
-        Ok(adopted.iter().map(|bytes| bytes.as_ref().and_then(|_| sums.next()).unwrap_or(0)).collect())
+        let of_each = adopted.iter().map(|bytes| bytes.as_ref().and_then(|_| sums.next()).unwrap_or(0));
+        Ok(of_each.collect::<Vec<_>>())
     });
     found.or_raise(py, None)
 }

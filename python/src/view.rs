@@ -224,7 +224,8 @@ impl PyView {
         let names = page_names(pages)?;
         let checksums = py.detach(|| {
             let view = past.get()?;
-            names.iter().map(|name| view.image_checksum(name.find(&*view)?.page)).collect()
+            let checksums = names.iter().map(|name| view.image_checksum(name.find(&*view)?.page));
+            checksums.collect::<remanent::Result<Vec<_>>>()
         });
         checksums.or_raise_of(py, Some(&past.path), VIEW)
     }

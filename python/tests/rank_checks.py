@@ -709,7 +709,7 @@ class Copies:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.step()
         self.run = Checkpointer(directory, self.model, self.optimizer, process_group=dist.group.WORLD, replicated=True,
-                                **options)
+                                rng=False, **options)
 
     def step(self) -> None:
         for parameter in self.model.parameters():
@@ -732,6 +732,12 @@ class Copies:
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(self._view, name)
+
+            def __contains__(self, key: str) -> bool:
+                return key in self._view
+
+            def __getitem__(self, key: str) -> bytes:
+                return bytes(self._view[key])
 
             def load(self, pages: Any, device: str = "host") -> None:
                 loaded.append(sum(each.numel() for each in pages.values()))
@@ -818,10 +824,12 @@ def diverged_replicas_are_named_and_not_saved(directory: Path) -> None:
     copies = Copies(directory, compare_every=2)
     copies.run.save(1)
     copies.run.save(2)
+    exp_avg = next(iter(copies.optimizer.state.values()))["exp_avg"]
+    changed = [(copies.model[2].weight.detach()[3, 4:6], 2.5), (exp_avg[0, :1], 3.5)]
+    before = [each.clone() for each, _ in changed]
     if dist.get_rank() == last:
-        with torch.no_grad():
-            copies.model[2].weight[3, 4:6] += 1
-        next(iter(copies.optimizer.state.values()))["exp_avg"][0, 0] += 1
+        for each, value in changed:
+            each.fill_(value)
     # Only every second save compares.
     copies.run.save(3)
     with pytest.raises(remanent.ReplicasDivergedError) as raised:
@@ -831,10 +839,11 @@ def diverged_replicas_are_named_and_not_saved(directory: Path) -> None:
     assert names == {"model/2.weight": ([others, [last]], [0] * last + [2], 100),
                      "optimizer/state/0/exp_avg": ([others, [last]], [0] * last + [1], 0)}, names
     assert "model/2.weight" in str(raised.value) and copies.run.versions()[-1].step == 3
-    if dist.get_rank() == last:
-        with torch.no_grad():
-            copies.model[2].weight[3, 4:6] -= 1
-        next(iter(copies.optimizer.state.values()))["exp_avg"][0, 0] -= 1
+    # The next save compares again.
+    with pytest.raises(remanent.ReplicasDivergedError):
+        copies.run.save(4)
+    for (each, _), old in zip(changed, before, strict=True):
+        each.copy_(old)
     copies.run.save(4)
     copies.run.save(5)
     assert copies.run.versions()[-1].step == 5

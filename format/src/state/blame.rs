@@ -75,9 +75,20 @@ struct History<'h> {
     until: Lsn,
 }
 
+/// The page in a kept snapshot.
+struct PastVersion<'h> {
+    /// The newest link of the snapshot.
+    newest: &'h Manifest,
+    /// The page's entry, or `None` if the snapshot does not contain the page.
+    entry: Option<&'h ManifestEntry>,
+}
+
 /// The bytes of the range at the current point of the log, with the changes so far.
+#[derive(Clone)]
 struct Follower<'h> {
     history: &'h History<'h>,
+    /// The image and the length of the page in the last snapshot, or `None` if that snapshot did not contain the page.
+    loaded: Option<(Option<ImageRef>, u64)>,
     /// Current bytes of the range, or `None` while the page does not exist.
     window: Option<PageWindow>,
     /// Lsn of the newest batch whose changes `window` includes.
@@ -94,28 +105,28 @@ impl<'h> History<'h> {
         // A manifest that is kept only as a link of later snapshots may name images that were deleted.
         let reach = Reach::at_the_end(survey, self.source).map(|(_, reach)| reach);
         let is_kept = |id: &&SnapshotId| reach.as_ref().is_none_or(|reach| reach.role(**id) != Role::Link);
-        let whole = survey.links.keys().filter(is_kept).filter_map(|id| survey.snapshot(*id).ok());
-        let snapshots: Vec<Arc<Manifest>> = whole.filter(|manifest| manifest.end <= self.until).collect();
+        let whole = survey.links.keys().filter(is_kept).filter_map(|id| {
+            let (newest, _) = survey.link(*id).ok()?;
+            Some(PastVersion { newest, entry: survey.entry(*id, self.page).ok()? })
+        });
+        let versions: Vec<PastVersion<'_>> = whole.filter(|past| past.newest.end <= self.until).collect();
         // Start from the oldest candidate from which the log is complete, so that the history is as long as possible.
-        let beginning = survey.log.beginning().map(|_| None);
-        let starts = beginning.into_iter().chain(snapshots.iter().map(Some));
+        // Snapshots up to the start cover the time before the start.
+        let mut follower = Follower::new(self);
         let mut stopped_by = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
-        for start in starts {
-            let mut follower = Follower::new(self);
-            // Snapshots up to the start cover the time before the start.
-            let older =
-                |manifest: &&Arc<Manifest>| start.is_some_and(|start| manifest.snapshot <= start.snapshot);
-            let attempt = snapshots
-                .iter()
-                .filter(older)
-                .try_for_each(|manifest| follower.begin(manifest))
-                .and_then(|()| follower.follow(start));
-            match attempt {
-                Ok(()) => return Ok(follower.changes),
-                Err(damage) => stopped_by = damage,
+        let mut start = survey.log.beginning();
+        let mut versions = versions.iter();
+        loop {
+            if let Some(from) = start {
+                match follower.followed(from) {
+                    Ok(changes) => return Ok(changes),
+                    Err(damage) => stopped_by = damage,
+                }
             }
+            let Some(past) = versions.next() else { return Err(stopped_by) };
+            follower.begin(past)?;
+            start = Some(past.newest.redo);
         }
-        Err(stopped_by)
     }
 
     /// Loads the page that an entry of a manifest describes.
@@ -135,6 +146,7 @@ impl<'h> Follower<'h> {
     fn new(history: &'h History<'h>) -> Self {
         Self {
             history,
+            loaded: None,
             window: None,
             window_lsn: Lsn(0),
             root: Arc::default(),
@@ -162,32 +174,31 @@ impl<'h> Follower<'h> {
     }
 
     /// Replaces the page with its version in a snapshot, and records a change if the bytes differ.
-    fn begin(&mut self, manifest: &Manifest) -> Result<(), Damage> {
+    fn begin(&mut self, past: &PastVersion<'_>) -> Result<(), Damage> {
         let before = self.value();
-        let page = self.history.page;
-        let entry = manifest.entries.iter().find(|entry| entry.page == page);
-        self.window = entry.map(|entry| self.history.named(entry)).transpose()?;
-        (self.root, self.root_lsn) = (manifest.root.clone(), manifest.end);
-        self.window_lsn = entry.map_or(Lsn(0), |entry| entry.lsn);
+        let loaded = past.entry.map(|entry| (entry.image, entry.len));
+        // Most snapshots share the image with the snapshot before, and the image is then proven once.
+        if loaded.is_none() || self.loaded != loaded {
+            self.window = past.entry.map(|entry| self.history.named(entry)).transpose()?;
+            self.loaded = loaded;
+        }
+        (self.root, self.root_lsn) = (past.newest.root.clone(), past.newest.end);
+        self.window_lsn = past.entry.map_or(Lsn(0), |entry| entry.lsn);
         self.note(self.window_lsn, ChangeCause::Snapshot, before, None);
         Ok(())
     }
 
-    /// Reads the log from a snapshot up to the requested batch, and records the changes. `None` means the beginning of
-    /// the log.
-    fn follow(&mut self, start: Option<&Arc<Manifest>>) -> Result<(), Damage> {
+    /// Reads the log from a point up to the requested batch, and returns all changes. The follower itself stays at its
+    /// point.
+    fn followed(&self, from: LogPoint) -> Result<Vec<ValueChange>, Damage> {
         let History { source, survey, until, .. } = *self.history;
-        let missing = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
-        let from = match start {
-            Some(manifest) => manifest.redo,
-            None => survey.log.beginning().ok_or(missing)?,
-        };
         let mut walk = LogWalk::new(source, &survey.log, from, survey.mark())?;
+        let mut follower = self.clone();
         while walk.point().lsn < until {
             let Some(frame) = walk.next()? else { break };
             if frame.header.kind == FrameKind::Batch {
                 let (lsn, file) = (frame.header.lsn, FileName::Segment(frame.header.segment));
-                self.batch(lsn, frame.payload, file, frame.header.offset)?;
+                follower.batch(lsn, frame.payload, file, frame.header.offset)?;
             }
         }
         // A writer may have removed a part of the log during the walk. The history would then be incomplete.
@@ -195,7 +206,7 @@ impl<'h> Follower<'h> {
         if lsn < until {
             return Err(Defect::Missing.at_lsn(FileName::Segment(segment), offset, Lsn(lsn.0 + 1)));
         }
-        Ok(())
+        Ok(follower.changes)
     }
 
     fn batch(&mut self, lsn: Lsn, payload: &[u8], file: FileName, offset: u64) -> Result<(), Damage> {

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::defect::{Damage, Defect, check_limit};
-use crate::ids::{Lsn, SnapshotId};
+use crate::ids::{Lsn, PageId, SnapshotId};
 use crate::image::read::{CHECKED_AT_ONCE, read_range};
 use crate::limits::CHAIN_LINKS_MAX;
 use crate::log::LogMap;
@@ -117,6 +117,24 @@ impl Survey {
     pub fn entries(&self, snapshot: SnapshotId) -> Result<impl Iterator<Item = &ManifestEntry>, Damage> {
         let links: Vec<&Manifest> = self.chain(snapshot)?.into_iter().map(AsRef::as_ref).collect();
         merged_entries(&links).map_err(|defect| defect.at(FileName::Manifest(snapshot.0), 0))
+    }
+
+    /// Returns the entry of a page in a snapshot, or `None` if the snapshot does not contain the page. This method merges
+    /// no links, so its time does not depend on the number of pages.
+    ///
+    /// # Errors
+    /// Returns the same [`Damage`] as [`Survey::chain`].
+    pub fn entry(&self, snapshot: SnapshotId, page: PageId) -> Result<Option<&ManifestEntry>, Damage> {
+        // The newest link that names the page determines its entry.
+        for link in self.chain(snapshot)? {
+            if let Ok(at) = link.entries.binary_search_by_key(&page, |entry| entry.page) {
+                return Ok(Some(&link.entries[at]));
+            }
+            if link.tombstones.binary_search_by_key(&page, |tombstone| tombstone.page).is_ok() {
+                return Ok(None);
+            }
+        }
+        Ok(None)
     }
 
     pub(crate) fn link(&self, snapshot: SnapshotId) -> Result<&(Arc<Manifest>, CopyHealth), Damage> {

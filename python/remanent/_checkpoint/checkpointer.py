@@ -393,7 +393,6 @@ class Checkpointer:
         self._uncompared += 1
         if self._uncompared < self._compare_every:
             return
-        self._uncompared = 0
 
         def trained() -> list[Extent]:
             _refuse_modes()
@@ -409,6 +408,8 @@ class Checkpointer:
                 replicas.compare(replicas.all_or_none(trained))
 
         self._after_saves("compare replicas", compare)
+        # After a failure, the next save compares again.
+        self._uncompared = 0
 
     def _next_step(self, step: int) -> int:
         """Returns `step` as an int after checking that it is not below the run's current step."""

@@ -13,7 +13,7 @@ from remanent._state.modules import Described, LiveModule, described_in
 from remanent._state.page_tree import Arrays, Manifest
 from remanent._state.run_state import made, parts_module
 from remanent._store.errors import NoStateError
-from remanent._tensors.conversion import DTYPE, device_name, load_pages, tensors_of, together
+from remanent._tensors.conversion import DTYPE, device_name, is_cuda, load_pages, tensors_of, together
 from remanent._tensors.gpu_scratch import Scratch, scratch_for
 from remanent._util.progress import Bar
 from remanent._versions.run_versions import Views
@@ -108,16 +108,20 @@ class Restoration:
         """Loads the pages that are equal on all ranks into scratch memory, a share on each rank. Returns the pages that
         are loaded and verified."""
         by_device = dict(self._memory_by_device())
-        device = next(iter(by_device), torch.device("cpu"))
+        # An optimizer may keep its counts of steps on the host.
+        devices = [device for device in by_device if is_cuda(device)] or list(by_device)
         checksums: dict[str, tuple[int, int]] = {}
-        if len(by_device) == 1 and replicas.can_exchange(device):
-            for key, found in zip(self._memory, self._views.own._image_checksums(list(self._memory)), strict=True):
+        keys: list[str] = []
+        if len(devices) == 1 and replicas.can_exchange(devices[0]):
+            keys = list(by_device[devices[0]])
+            for key, found in zip(keys, self._views.own._image_checksums(keys), strict=True):
                 if found is not None:
                     checksums[key] = lengths[key], found
         shared = replicas.shared_pages(checksums)
         if not shared:
             return set()
-        ordered = {key: lengths[key] for key in (*shared, *(self._memory.keys() - set(shared)))}
+        [device] = devices
+        ordered = {key: lengths[key] for key in dict.fromkeys([*shared, *keys])}
         scratch = replicas.of_all(lambda: scratch_for(device, ordered))
         if scratch is None:
             return set()
