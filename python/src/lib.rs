@@ -153,7 +153,7 @@ mod _native {
     #[pymodule_export]
     use super::ticket::{Receipt, Ticket};
     #[pymodule_export]
-    use super::view::{PyLiveView, PyView};
+    use super::view::{PyKeptStates, PyLiveView, PyView};
     #[pymodule_export]
     use super::working_copy::PyWorkingCopy;
 

@@ -1,8 +1,9 @@
-//! `LiveView`, an open store as of one batch, and `View`, an earlier state.
+//! `LiveView`, an open store as of one batch; `View`, an earlier state; and `KeptStates`, which opens many.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::Store;
+use remanent::history::KeptStates;
 
 use crate::arguments;
 use crate::blame::{PyValueChange, blame};
@@ -264,5 +265,37 @@ impl PyView {
     ) -> PyResult<()> {
         let _ = (kind, error, traceback);
         Self::close(slf)
+    }
+}
+
+/// The files of a store, read once to open many of its earlier states.
+///
+/// :param path: the directory of the store.
+/// :raises NoStoreError: the directory contains no store.
+/// :raises DamagedError: bytes on disk differ from the bytes that were written.
+#[pyclass(frozen, name = "KeptStates", module = "remanent")]
+pub struct PyKeptStates {
+    path: String,
+    states: KeptStates,
+}
+
+#[pymethods]
+impl PyKeptStates {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::path)] path: std::path::PathBuf,
+    ) -> PyResult<Self> {
+        let states = py.detach(|| KeptStates::read(&path));
+        let path = path.display().to_string();
+        Ok(Self { states: states.or_raise(py, Some(&path))?, path })
+    }
+
+    /// Opens a state, given as for `View`, and returns its `View`.
+    fn view(&self, py: Python<'_>, at: &Bound<'_, PyAny>) -> PyResult<Py<PyView>> {
+        let point = state_point(at)?;
+        let view = py.detach(|| self.states.open(&point)).or_raise(py, Some(&self.path))?;
+        let reader = Reader::new(Source::Past(PastSource::new(view, self.path.clone())));
+        Py::new(py, PyClassInitializer::from(reader).add_subclass(PyView))
     }
 }

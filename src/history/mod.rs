@@ -19,3 +19,4 @@ pub use self::audit::{Audit, ChangedPage};
 pub use self::copier::DeviceCopier;
 #[doc(hidden)]
 pub use self::seed::InitialState;
+pub use self::view::KeptStates;

@@ -12,9 +12,8 @@
 //! The bytes of a page are read on demand, and verified with the checksums of steps 1 and 3. Concurrent changes by a
 //! writer can therefore cause an error, but never wrong bytes.
 
-use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashMap};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use remanent_format::image::ImageRef;
@@ -68,7 +67,7 @@ pub(crate) struct PastState {
 
 /// Returns an error if the directory contains no store, or only the files of an unfinished creation. A store that has
 /// lost its STORE file counts as damaged.
-fn check_is_store(disk: &Arc<dyn Disk>) -> Result<()> {
+pub(crate) fn check_is_store(disk: &Arc<dyn Disk>) -> Result<()> {
     let has_record = || Ok::<_, Error>(disk.list(Folder::Root)?.contains(&FileName::Store.name()));
     if has_record()? {
         return Ok(());
@@ -79,6 +78,26 @@ fn check_is_store(disk: &Arc<dyn Disk>) -> Result<()> {
         Ok(())
     } else {
         Err(judged.err().unwrap_or(Error::NoStore { path: disk.label(), found: None }))
+    }
+}
+
+/// The files of a store, as they were read once.
+pub(crate) struct KnownFiles {
+    source: DiskSource,
+    survey: Survey,
+    /// The newest batch and the reach of the log, once they are needed. `None` if the log cannot be read to its end.
+    log_end: OnceLock<Option<(Lsn, Reach)>>,
+}
+
+impl KnownFiles {
+    /// Reads STORE, all manifests and the headers of all segments.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`] if STORE is damaged or a folder cannot be listed; [`Error::OutOfMemory`].
+    pub fn read(disk: &Arc<dyn Disk>) -> Result<Self> {
+        let source = DiskSource::new(disk.clone());
+        let survey = Survey::read(&source)?;
+        Ok(Self { source, survey, log_end: OnceLock::new() })
     }
 }
 
@@ -123,19 +142,18 @@ impl PastState {
         let mut was_in_parts = false;
         let [mut going_wait, longest_wait] = RETIRE_WAITS;
         for attempt in 1.. {
-            let source = DiskSource::new(disk.clone());
-            let survey = Survey::read(&source)?;
-            let until = until(&survey, point)?;
+            let known = KnownFiles::read(disk)?;
+            let survey = &known.survey;
+            let until = until(survey, point)?;
             // Files that appear damaged are read twice before damage is reported.
-            let NotFound { error, reached, is_being_removed } =
-                match Self::search(disk, &source, &survey, until) {
-                    Ok(past) if past.is_whole || was_in_parts => return Ok(past),
-                    Ok(_) => {
-                        was_in_parts = true;
-                        continue;
-                    }
-                    Err(not_found) => not_found,
-                };
+            let NotFound { error, reached, is_being_removed } = match Self::search(disk, &known, until) {
+                Ok(past) if past.is_whole || was_in_parts => return Ok(past),
+                Ok(_) => {
+                    was_in_parts = true;
+                    continue;
+                }
+                Err(not_found) => not_found,
+            };
             // If two attempts find different files, a longer log or a different error, a writer is active, and the
             // files changed while they were listed.
             let links = survey.links.keys().copied().collect();
@@ -150,7 +168,7 @@ impl PastState {
             if moved && point.is_none() && reached > Lsn(0) {
                 // The writer has committed more batches during this call. The last batch that the search reached was
                 // the newest one at that time, so it is an acceptable result.
-                if let Ok(past) = Self::search(disk, &source, &survey, Until::At(reached))
+                if let Ok(past) = Self::search(disk, &known, Until::At(reached))
                     && past.is_whole
                 {
                     return Ok(past);
@@ -170,19 +188,29 @@ impl PastState {
         unreachable!("the last attempt returns")
     }
 
+    /// Finds the state at `point` like [`open`](Self::open), but uses files that were read before as far as they still
+    /// exist.
+    ///
+    /// # Errors
+    /// The errors of `open`.
+    pub fn open_known(disk: &Arc<dyn Disk>, known: &KnownFiles, point: &StatePoint) -> Result<Self> {
+        let found =
+            until(&known.survey, Some(point)).ok().and_then(|until| Self::search(disk, known, until).ok());
+        match found {
+            Some(past) if past.is_whole => Ok(past),
+            // The files have changed since, or are damaged.
+            _ => Self::open(disk, Some(point)),
+        }
+    }
+
     /// Tries to build the state from each snapshot, newest first, and then from the beginning of the log.
-    fn search(
-        disk: &Arc<dyn Disk>,
-        source: &DiskSource,
-        survey: &Survey,
-        until: Until,
-    ) -> Result<Self, NotFound> {
+    fn search(disk: &Arc<dyn Disk>, known: &KnownFiles, until: Until) -> Result<Self, NotFound> {
+        let KnownFiles { survey, source, .. } = known;
         let (mut first, mut reached, mut is_being_removed) = (None, Lsn(0), false);
         let mut in_parts = None;
         let mut oldest: Option<Lsn> = None;
         // The log is read to its end only if the newest snapshot is unsuitable.
-        let log_end = OnceCell::new();
-        let log_end = || log_end.get_or_init(|| Reach::at_the_end(survey, source)).as_ref();
+        let log_end = || known.log_end.get_or_init(|| Reach::at_the_end(survey, source)).as_ref();
         let newest = survey.readable().next_back().map(|link| link.snapshot);
         for id in survey.links.keys().rev().map(|id| Some(*id)).chain([None]) {
             // The manifest states these two points itself, so the manifests on which it is based are not read yet.

@@ -3,6 +3,7 @@
 //! This module contains the handle. [`crate::history::state`] finds the state and reads pages.
 
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 
 use remanent_format::{Lsn, Metadata, PageId, PageInfo, SnapshotId, StoreId};
@@ -10,9 +11,10 @@ use remanent_format::{Lsn, Metadata, PageId, PageInfo, SnapshotId, StoreId};
 use crate::base::process::Process;
 use crate::base::{huge_pages, parallel};
 use crate::disk::Disk;
+use crate::disk::dir::DirDisk;
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
-use crate::history::state::PastState;
+use crate::history::state::{KnownFiles, PastState, check_is_store};
 
 /// The maximum number of threads that read pages for one call. Each thread reads a few gigabytes per second from the
 /// page cache, and eight threads saturate the memory bandwidth.
@@ -187,6 +189,79 @@ impl View {
         let past = self.past()?;
         let is_empty = past.page_len(page)? == 0;
         Ok(past.exact_image(page).filter(|_| !is_empty).map(|image| image.raw_crc))
+    }
+}
+
+/// The files of a store, read once to open many of its states, such as all versions of a run.
+///
+/// Opening a state reads all manifests of the store, whose number grows with the number of kept snapshots. Views that are
+/// opened from this value share one reading. States that were created later are found too.
+///
+/// ```
+/// use remanent::history::KeptStates;
+/// use remanent::{Place, StatePoint, Store};
+/// # let directory = tempfile::tempdir().unwrap();
+/// # let path = directory.path().join("mystore");
+/// let store = Store::open(&path)?;
+/// let mut batch = store.batch();
+/// let page = batch.create_from(*b"one", Place::Host).page();
+/// let page = store.commit(batch)?.pages[0];
+/// store.snapshot("first")?;
+/// let mut batch = store.batch();
+/// batch.write(page, 0, b"two");
+/// store.commit(batch)?;
+/// store.snapshot("second")?;
+///
+/// let states = KeptStates::read(&path)?;
+/// for (name, expected) in [("first", b"one"), ("second", b"two")] {
+///     let view = states.open(&StatePoint::Name(name.into()))?;
+///     let mut bytes = [0; 3];
+///     view.read(page, 0, &mut bytes)?;
+///     assert_eq!(&bytes, expected);
+/// }
+/// # Ok::<(), remanent::Error>(())
+/// ```
+pub struct KeptStates {
+    opener: Process,
+    disk: Arc<dyn Disk>,
+    known: KnownFiles,
+}
+
+impl KeptStates {
+    /// Reads the manifests and the headers of the log's segments.
+    ///
+    /// # Errors
+    /// [`Error::NoStore`]; [`Error::Damaged`] if STORE is damaged or a folder cannot be listed; [`Error::OutOfMemory`].
+    pub fn read(directory: impl AsRef<Path>) -> Result<Self> {
+        Self::read_on(&(Arc::new(DirDisk::held(directory)) as Arc<dyn Disk>))
+    }
+
+    /// Reads the files on any disk, such as a simulated disk in a test.
+    ///
+    /// # Errors
+    /// The errors of [`KeptStates::read`].
+    #[doc(hidden)]
+    pub fn read_on(disk: &Arc<dyn Disk>) -> Result<Self> {
+        let known = check_is_store(disk).and_then(|()| KnownFiles::read(disk));
+        let known = known.map_err(|error| error.in_store(&disk.label()))?;
+        Ok(Self { opener: Process::current(), disk: disk.clone(), known })
+    }
+
+    /// Opens a state, like [`Store::open_at`](crate::Store::open_at).
+    ///
+    /// # Errors
+    /// The errors of `Store::open_at`; [`Error::Forked`].
+    pub fn open(&self, point: &StatePoint) -> Result<View> {
+        self.opener.check()?;
+        let past = PastState::open_known(&self.disk, &self.known, point);
+        let past = past.map_err(|error| error.in_store(&self.disk.label()))?;
+        Ok(View { opener: self.opener, past })
+    }
+}
+
+impl fmt::Debug for KeptStates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KeptStates").field("directory", &self.disk.label()).finish_non_exhaustive()
     }
 }
 

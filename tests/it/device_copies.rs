@@ -119,6 +119,41 @@ fn view_loads_every_page_into_its_memory() {
     }
 }
 
+/// Bytes that arrive in another way are proven by the checksum of the page's image.
+#[test]
+fn checksums_of_memory_are_those_of_its_image() {
+    for compression in [Compression::Off, Compression::Zstd] {
+        let (disk, mut random) = (SimDisk::new(), Random(5));
+        let pages = write(&open(&disk, compression), &mut random);
+        let view = view(&disk, None);
+        for device in devices() {
+            let label = device.label();
+            let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::new()).unwrap();
+            let (copier, targets) = (DeviceCopier::open_on(device), targets(&memories, &pages));
+            copier.load(&view, &named(&pages, &targets)).unwrap();
+            let sums = copier.checksums(&targets.iter().collect::<Vec<_>>()).unwrap();
+            let mut with_image = 0;
+            for ((page, bytes), sum) in pages.iter().zip(&sums) {
+                assert_eq!(*sum, crc32fast::hash(bytes), "{page} on {label}");
+                let of_image = view.image_checksum(*page).unwrap();
+                assert!(of_image.is_none_or(|of_image| of_image == *sum), "{page} on {label}");
+                with_image += usize::from(of_image.is_some());
+            }
+            assert!((2..pages.len()).contains(&with_image), "pages with and without later batches");
+            // A flipped bit changes the checksum of its range alone.
+            let changed = targets.iter().position(|memory| memory.byte_len() > 9).unwrap();
+            let [byte] = pages[changed].1[8..9] else { unreachable!() };
+            targets[changed].write(8, &[byte ^ 1]).unwrap();
+            let again = copier.checksums(&targets.iter().collect::<Vec<_>>()).unwrap();
+            let differ: Vec<_> = (0..sums.len()).filter(|at| sums[*at] != again[*at]).collect();
+            assert_eq!(differ, [changed], "on {label}");
+        }
+        assert!(view.image_checksum(PageId(99)).is_err());
+    }
+    let copier = DeviceCopier::open_on(Arc::new(HostDevice::new()));
+    assert!(copier.checksums(&[]).unwrap().is_empty());
+}
+
 /// Memory that another owner allocated on the host can also be filled. This needs one more copy.
 #[test]
 fn caller_memory_is_filled() {

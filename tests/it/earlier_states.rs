@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold};
 use remanent::error::{FileName, Folder, NoSuchState};
-use remanent::history::{ChangeCause, ValueChange};
+use remanent::history::{ChangeCause, KeptStates, ValueChange};
 use remanent::options::{Compression, ImageIo, ImageOptions, LogIo, LogOptions, Retention};
 use remanent::testing::sim_disk::{Moment, SimDisk};
 use remanent::{Ack, Error, Key, Lsn, Options, PageId, Place, Result, SnapshotId, StatePoint, Store, View};
@@ -183,6 +183,58 @@ fn readers_without_locks_are_overtaken_or_correct() {
     let disk = SimDisk::new();
     let unheld = unlockable(&disk);
     read_while_written(&disk, || View::open_on(&unheld, None), true);
+}
+
+/// A state is opened correctly or not at all from files that were read long before, while a writer recycles them.
+#[test]
+fn known_files_open_correct_states_of_a_changing_store() {
+    let disk = SimDisk::new();
+    for (at, overtaken_allowed) in
+        [(Arc::new(disk.clone()) as Arc<dyn Disk>, false), (unlockable(&disk), true)]
+    {
+        let known: Mutex<Option<(usize, KeptStates)>> = Mutex::default();
+        let look = || {
+            let mut known = known.lock().unwrap();
+            if known.as_ref().is_none_or(|(uses, _)| *uses == 20) {
+                *known = Some((0, KeptStates::read_on(&at)?));
+            }
+            let (uses, states) = known.as_mut().unwrap();
+            *uses += 1;
+            loop {
+                let lsn = View::open_on(&at, None)?.lsn();
+                match states.open(&StatePoint::Lsn(lsn)) {
+                    // The writer has removed the state in the meantime.
+                    Err(Error::NoSuchState(NoSuchState::OutsideWindow { .. })) => {}
+                    opened => return opened,
+                }
+            }
+        };
+        read_while_written(&disk, look, overtaken_allowed);
+    }
+}
+
+/// Files that were read once are not read again: a state is opened although its manifest was damaged in the meantime. A
+/// state that is not among them is looked for in the directory.
+#[test]
+fn known_manifests_are_not_read_again() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let pages = three_pages(&store);
+    rewrite(&store, &pages);
+    let first = store.snapshot("first").unwrap();
+    let states = KeptStates::read_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>)).unwrap();
+    rewrite(&store, &pages);
+    let second = store.snapshot("second").unwrap();
+    let open = |name: &str| states.open(&StatePoint::Name(name.to_owned())).unwrap();
+    assert_eq!(open("second").lsn(), second.end);
+    let manifest = FileName::Manifest(first.id.0);
+    let len = disk.bytes(manifest).unwrap().len();
+    disk.damage(manifest, 0, &vec![7; len]);
+    let old = open("first");
+    assert_eq!(old.lsn(), first.end);
+    check(&old, &pages);
+    let error = states.open(&StatePoint::Name("third".to_owned())).unwrap_err();
+    assert!(matches!(error, Error::NoSuchState(NoSuchState::Name { .. })), "{error}");
 }
 
 /// A writer may remove images of a snapshot but keep its manifest as a link of later snapshots, and the log after it. A

@@ -46,6 +46,7 @@ from remanent._versions.history import (
     Content,
     Difference,
     ElementChange,
+    Layouts,
     content_of,
     difference,
     element_changes,
@@ -829,11 +830,13 @@ class Checkpointer:
         """
         def changes() -> list[ElementChange]:
             versions = self._versions.agreed()
-            return element_changes(versions, map(content, versions))
+            opened, layouts = self._versions.viewer(), Layouts()
 
-        def content(version: Version) -> Content:
-            with self._versions.view(version) as view:
-                return self._versions.proven(lambda: content_of(view, name, index))
+            def content(version: Version) -> Content:
+                with opened(version) as view:
+                    return self._versions.proven(lambda: content_of(view, name, index, layouts))
+
+            return element_changes(versions, map(content, versions))
 
         return self._after_saves(f"look for {name!r} {index!r}", changes)
 

@@ -917,6 +917,19 @@ class View(Reader):
     ) -> None: ...
 
 @final
+class KeptStates:
+    """The files of a store, read once to open many of its earlier states.
+
+    :param path: the directory of the store.
+    :raises NoStoreError: the directory contains no store.
+    :raises DamagedError: bytes on disk differ from the bytes that were written.
+    """
+
+    def __new__(cls, path: _Path) -> Self: ...
+    def view(self, at: _At) -> View:
+        """Opens a state, given as for `View`, and returns its `View`."""
+
+@final
 class Replica(Reader):
     """A copy of a store's pages in host memory. Applying a follower's batches keeps the copy up to date.
 

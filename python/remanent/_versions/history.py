@@ -200,10 +200,30 @@ def element_changes(versions: Sequence[Version], contents: Iterable[Content]) ->
     return changes
 
 
-def content_of(view: _native.View, name: str, index: int | Sequence[int]) -> Content:
+class Layouts:
+    """The tensors of the version that was read last. Most versions of a run have the same tensors."""
+
+    def __init__(self) -> None:
+        self._of: tuple[int, int, int] | None = None
+        self._arrays: dict[str, tuple[str, ArrayLayout]] = {}
+
+    def of(self, view: _native.View) -> dict[str, tuple[str, ArrayLayout]]:
+        """Returns, for each tensor of the version, the key of its page and its layout in the page."""
+        of = None
+        if page_tree.MANIFEST_KEY in view:
+            info = view.info(page_tree.MANIFEST_KEY)
+            # A page with the same batch has the same bytes.
+            of = info.page, info.epoch, info.lsn
+        if of is None or of != self._of:
+            self._arrays = _arrays(view)
+            self._of = of
+        return self._arrays
+
+
+def content_of(view: _native.View, name: str, index: int | Sequence[int], layouts: Layouts) -> Content:
     """Returns the bytes and the value of an element, or the error that states why the version does not contain it."""
     try:
-        key, array = _found(_arrays(whole(view)), name)
+        key, array = _found(layouts.of(whole(view)), name)
         place = _place(array, _checked(index))
     except (NoStateError, OutOfBoundsError) as error:
         return error

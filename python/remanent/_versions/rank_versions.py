@@ -216,6 +216,9 @@ class SharedVersions:
                                remedy="restore the version, and save it again")
         return self._ranks.all_or_none(lambda: self._view(parts, self._ranks.rank))
 
+    def viewer(self) -> Callable[[Version], _native.View]:
+        return self.view
+
     def views(self, at: int | str | Version | None) -> Views:
         parts = self._parts_of(at)
         count, rank = len(parts), self._ranks.rank

@@ -157,6 +157,9 @@ class Versions(Protocol):
     def view(self, at: int | str | Version | None) -> _native.View:
         """Opens this rank's part of a version, given by step or name. None opens the newest version."""
 
+    def viewer(self) -> Callable[[Version], _native.View]:
+        """Returns a function that opens this rank's part of a kept version, for a caller that opens many of them."""
+
     def views(self, at: int | str | Version | None) -> Views:
         """Opens a version with the parts of all ranks, even on a rank that did not save a part."""
 
@@ -261,6 +264,10 @@ class OwnVersions:
             if _native.state_point(at)[0] == "name":
                 raise no_version(at, self.listed()) from None
             raise
+
+    def viewer(self) -> Callable[[Version], _native.View]:
+        states = _native.KeptStates(self._store.directory)
+        return lambda version: states.view(f"lsn:{version.lsn}")
 
     def views(self, at: int | str | Version | None) -> Views:
         own = self.view(at)
