@@ -206,11 +206,11 @@ impl View {
 /// let mut batch = store.batch();
 /// let page = batch.create_from(*b"one", Place::Host).page();
 /// let page = store.commit(batch)?.pages[0];
-/// store.snapshot("first")?;
+/// store.snapshot_with("first")?;
 /// let mut batch = store.batch();
 /// batch.write(page, 0, b"two");
 /// store.commit(batch)?;
-/// store.snapshot("second")?;
+/// store.snapshot_with("second")?;
 ///
 /// let states = KeptStates::read(&path)?;
 /// for (name, expected) in [("first", b"one"), ("second", b"two")] {

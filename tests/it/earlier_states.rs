@@ -221,10 +221,10 @@ fn known_manifests_are_not_read_again() {
     let store = open(&disk).unwrap();
     let pages = three_pages(&store);
     rewrite(&store, &pages);
-    let first = store.snapshot("first").unwrap();
+    let first = store.snapshot_with("first").unwrap();
     let states = KeptStates::read_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>)).unwrap();
     rewrite(&store, &pages);
-    let second = store.snapshot("second").unwrap();
+    let second = store.snapshot_with("second").unwrap();
     let open = |name: &str| states.open(&StatePoint::Name(name.to_owned())).unwrap();
     assert_eq!(open("second").lsn(), second.end);
     let manifest = FileName::Manifest(first.id.0);
