@@ -128,6 +128,13 @@ class Replicas:
             rate = max(rate, (count - 1) * length / (time.perf_counter() - began))
         return bool(min(self._ranks.gather(rate)) >= _RATE_MIN)
 
+    def _exchanging(self, device: torch.device) -> torch.device:
+        """Returns `device` if the process group exchanges tensors on it, and otherwise a device that it supports."""
+        others = [torch.device("cpu")]
+        if torch.cuda.is_available():
+            others.append(torch.device("cuda", torch.cuda.current_device()))
+        return next((each for each in (device, *others) if self.can_exchange(each)), device)
+
     # Comparisons.
 
     def compare(self, tensors: Sequence[Extent]) -> None:
@@ -159,7 +166,7 @@ class Replicas:
         if not is_compared:
             return Divergence(name, list(groups.values()), None, None)
         mine = bytes_of(own, on_host=False)
-        first = self._ranks.all_or_none(lambda: mine.clone() if self.can_exchange(mine.device) else mine.cpu())
+        first = self._ranks.all_or_none(lambda: mine.to(self._exchanging(mine.device), copy=True))
         dist.broadcast(first, self._members[0], self._group)
         count, at = self._ranks.all_or_none(lambda: _differing(mine, first.to(mine.device), own.element_size()))
         told = self._ranks.gather([count, at])
