@@ -2,8 +2,8 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use remanent::Store;
 use remanent::history::KeptStates;
+use remanent::{Lsn, Store};
 
 use crate::arguments;
 use crate::blame::{PyValueChange, blame};
@@ -291,10 +291,9 @@ impl PyKeptStates {
         Ok(Self { states: states.or_raise(py, Some(&path))?, path })
     }
 
-    /// Opens a state, given as for `View`, and returns its `View`.
-    fn view(&self, py: Python<'_>, at: &Bound<'_, PyAny>) -> PyResult<Py<PyView>> {
-        let point = state_point(at)?;
-        let view = py.detach(|| self.states.open(&point)).or_raise(py, Some(&self.path))?;
+    /// Opens the state after batch `lsn` and returns its `View`.
+    fn view(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::lsn)] lsn: u64) -> PyResult<Py<PyView>> {
+        let view = py.detach(|| self.states.open(Lsn(lsn))).or_raise(py, Some(&self.path))?;
         let reader = Reader::new(Source::Past(PastSource::new(view, self.path.clone())));
         Py::new(py, PyClassInitializer::from(reader).add_subclass(PyView))
     }

@@ -188,18 +188,16 @@ impl PastState {
         unreachable!("the last attempt returns")
     }
 
-    /// Finds the state at `point` like [`open`](Self::open), but uses files that were read before as far as they still
-    /// exist.
+    /// Finds the state after batch `lsn` like [`open`](Self::open), but uses files that were read before as far as they
+    /// still exist. Names and numbers of snapshots are no points for this, because they may be given to other states.
     ///
     /// # Errors
     /// The errors of `open`.
-    pub fn open_known(disk: &Arc<dyn Disk>, known: &KnownFiles, point: &StatePoint) -> Result<Self> {
-        let found =
-            until(&known.survey, Some(point)).ok().and_then(|until| Self::search(disk, known, until).ok());
-        match found {
-            Some(past) if past.is_whole => Ok(past),
+    pub fn open_known(disk: &Arc<dyn Disk>, known: &KnownFiles, lsn: Lsn) -> Result<Self> {
+        match Self::search(disk, known, Until::At(lsn)) {
+            Ok(past) if past.is_whole && past.has_files()? => Ok(past),
             // The files have changed since, or are damaged.
-            _ => Self::open(disk, Some(point)),
+            _ => Self::open(disk, Some(&StatePoint::Lsn(lsn))),
         }
     }
 

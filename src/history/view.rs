@@ -195,26 +195,27 @@ impl View {
 /// The files of a store, read once to open many of its states, such as all versions of a run.
 ///
 /// Opening a state reads all manifests of the store, whose number grows with the number of kept snapshots. Views that are
-/// opened from this value share one reading. States that were created later are found too.
+/// opened from this value share one reading. If the files have changed since, a state is looked for in the directory. Keep
+/// this value only while states are opened, because it also keeps some files open.
 ///
 /// ```
 /// use remanent::history::KeptStates;
-/// use remanent::{Place, StatePoint, Store};
+/// use remanent::{Place, Store};
 /// # let directory = tempfile::tempdir().unwrap();
 /// # let path = directory.path().join("mystore");
 /// let store = Store::open(&path)?;
 /// let mut batch = store.batch();
-/// let page = batch.create_from(*b"one", Place::Host).page();
+/// batch.create_from(*b"one", Place::Host);
 /// let page = store.commit(batch)?.pages[0];
-/// store.snapshot_with("first")?;
+/// let first = store.snapshot_with("first")?;
 /// let mut batch = store.batch();
 /// batch.write(page, 0, b"two");
 /// store.commit(batch)?;
-/// store.snapshot_with("second")?;
+/// let second = store.snapshot_with("second")?;
 ///
 /// let states = KeptStates::read(&path)?;
-/// for (name, expected) in [("first", b"one"), ("second", b"two")] {
-///     let view = states.open(&StatePoint::Name(name.into()))?;
+/// for (snapshot, expected) in [(first, b"one"), (second, b"two")] {
+///     let view = states.open(snapshot.end)?;
 ///     let mut bytes = [0; 3];
 ///     view.read(page, 0, &mut bytes)?;
 ///     assert_eq!(&bytes, expected);
@@ -247,13 +248,13 @@ impl KeptStates {
         Ok(Self { opener: Process::current(), disk: disk.clone(), known })
     }
 
-    /// Opens a state, like [`Store::open_at`](crate::Store::open_at).
+    /// Opens the state after batch `lsn`, like [`Store::open_at`](crate::Store::open_at).
     ///
     /// # Errors
     /// The errors of `Store::open_at`; [`Error::Forked`].
-    pub fn open(&self, point: &StatePoint) -> Result<View> {
+    pub fn open(&self, lsn: Lsn) -> Result<View> {
         self.opener.check()?;
-        let past = PastState::open_known(&self.disk, &self.known, point);
+        let past = PastState::open_known(&self.disk, &self.known, lsn);
         let past = past.map_err(|error| error.in_store(&self.disk.label()))?;
         Ok(View { opener: self.opener, past })
     }

@@ -126,11 +126,11 @@ struct PageDigests {
 }
 
 impl PageDigests {
-    /// Returns the digest of each of these pages, which takes the host some 7 us per page.
-    fn of_pages(&self, pages: &[(PageId, Range<usize>)], key: &[u8]) -> Result<Vec<Digest>> {
+    /// Returns the digest of each page, which takes the host some 7 us per page.
+    fn of_pages(&self, key: &[u8]) -> Result<Vec<Digest>> {
         let mut digests = Vec::new();
-        make_room(&mut digests, pages.len())?;
-        for (_, chunks) in pages {
+        make_room(&mut digests, self.pages.len())?;
+        for (_, chunks) in &self.pages {
             digests.push(digest_of_chunks(&self.chunks[chunks.clone()], key)?);
         }
         Ok(digests)
@@ -203,8 +203,16 @@ impl Store {
             };
             // Step 4.
             if summaries.iter().any(|summary| summary.contents != own.summary.contents) {
-                for pages in own.pages.chunks(EXCHANGE_LEN / DIGEST_LEN) {
-                    let all = exchange.gather(own.of_pages(pages, &key)?.as_flattened())?;
+                let digests = own.of_pages(&key);
+                // The others would wait for a rank that has no digests.
+                let failed = exchange.gather(&[u8::from(digests.is_err())])?;
+                let digests = digests?;
+                if let Some(rank) = failed.iter().position(|failed| *failed != 0) {
+                    return Err(failed_to_digest(rank));
+                }
+                let pieces = own.pages.chunks(EXCHANGE_LEN / DIGEST_LEN);
+                for (pages, digests) in pieces.zip(digests.chunks(EXCHANGE_LEN / DIGEST_LEN)) {
+                    let all = exchange.gather(digests.as_flattened())?;
                     append(&mut agreement.diverged, diverged(pages, all.as_chunks().0))?;
                 }
             }
@@ -373,9 +381,8 @@ fn summarized(lsn: Lsn, infos: &[PageInfo], chunks: &[Digest], key: &[u8]) -> Re
 /// # Errors
 /// `Unlike`, which names the rank.
 fn check_alike(summaries: &[Summary]) -> Result<()> {
-    let unlike = |rank: usize, reason| Err(NcclError::Unlike { rank: rank as u32, reason }.into());
     if let Some(rank) = summaries.iter().position(|summary| summary.has_failed) {
-        return unlike(rank, "it failed to digest its pages".to_owned());
+        return Err(failed_to_digest(rank));
     }
     let groups = groups(summaries.iter().map(|summary| (summary.table, summary.pages, summary.bytes)));
     let [common, other, ..] = &groups[..] else { return Ok(()) };
@@ -389,7 +396,11 @@ fn check_alike(summaries: &[Summary]) -> Result<()> {
         of(other[0]),
         of(common[0])
     );
-    unlike(other[0] as usize, reason)
+    Err(NcclError::Unlike { rank: other[0], reason }.into())
+}
+
+fn failed_to_digest(rank: usize) -> Error {
+    NcclError::Unlike { rank: rank as u32, reason: "it failed to digest its pages".to_owned() }.into()
 }
 
 /// Groups the ranks by equal values. The largest group is first. Of equally large groups, the one with the lowest rank

@@ -202,7 +202,7 @@ fn known_files_open_correct_states_of_a_changing_store() {
             *uses += 1;
             loop {
                 let lsn = View::open_on(&at, None)?.lsn();
-                match states.open(&StatePoint::Lsn(lsn)) {
+                match states.open(lsn) {
                     // The writer has removed the state in the meantime.
                     Err(Error::NoSuchState(NoSuchState::OutsideWindow { .. })) => {}
                     opened => return opened,
@@ -221,20 +221,19 @@ fn known_manifests_are_not_read_again() {
     let store = open(&disk).unwrap();
     let pages = three_pages(&store);
     rewrite(&store, &pages);
-    let first = store.snapshot_with("first").unwrap();
+    let first = store.snapshot().unwrap();
     let states = KeptStates::read_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>)).unwrap();
     rewrite(&store, &pages);
-    let second = store.snapshot_with("second").unwrap();
-    let open = |name: &str| states.open(&StatePoint::Name(name.to_owned())).unwrap();
-    assert_eq!(open("second").lsn(), second.end);
+    let second = store.snapshot().unwrap();
+    check(&states.open(second.end).unwrap(), &pages);
     let manifest = FileName::Manifest(first.id.0);
     let len = disk.bytes(manifest).unwrap().len();
     disk.damage(manifest, 0, &vec![7; len]);
-    let old = open("first");
+    let old = states.open(first.end).unwrap();
     assert_eq!(old.lsn(), first.end);
     check(&old, &pages);
-    let error = states.open(&StatePoint::Name("third".to_owned())).unwrap_err();
-    assert!(matches!(error, Error::NoSuchState(NoSuchState::Name { .. })), "{error}");
+    let error = states.open(second.end.next()).unwrap_err();
+    assert!(matches!(error, Error::NoSuchState(NoSuchState::OutsideWindow { .. })), "{error}");
 }
 
 /// A writer may remove images of a snapshot but keep its manifest as a link of later snapshots, and the log after it. A

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import json
 import operator
 import os
 import time
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 import torch
 
 from remanent._checkpoint.host_ring import Passage, Room, WriterEndedError
-from remanent._checkpoint.restoration import Restoration
+from remanent._checkpoint.restoration import Restoration, tensors_in
 from remanent._checkpoint.restore_targets import Targets
-from remanent._checkpoint.run_parts import device_of, parts_of, refuse_overlap, stepped, trained_by
+from remanent._checkpoint.run_parts import TrainedNames, device_of, parts_of, refuse_overlap, stepped
 from remanent._checkpoint.saves import Capture, LeftSaves, Reading, Saved
 from remanent._checkpoint.waiting_bytes import WaitingBytes
 from remanent._state import page_tree
@@ -119,7 +120,8 @@ class Checkpointer:
     :param process_group: the ranks that save together, each with its own state; see below.
     :param replicated: whether the ranks of `process_group` are replicas, as with DistributedDataParallel. Each rank still
         saves its own copy. `restore` reads a share of the equal pages from each rank's copy and exchanges the shares
-        between the GPUs, if their link is faster than the bus to the host. Each page is verified where it arrives.
+        between the GPUs, if their link is faster than the bus to the host. Each page is verified where it arrives,
+        by the checksum in the receiving rank's own copy. That copy itself is not read then, so damage in it is found later.
     :param compare_every: compare the parameters and the optimizer state of replicas at every nth save. If they differ,
         the save raises `ReplicasDivergedError` and saves nothing. None compares nothing.
     :param options: options of `Store`, such as `log={"io": "direct"}`. A budget of less than 32 MiB for "disk" may be
@@ -204,10 +206,12 @@ class Checkpointer:
 
                 self._ranks = ranks = self._waited(lambda: Ranks(process_group))
                 self._parts = self._waited(lambda: ranks.all_or_none(checked))
+                self._waited(lambda: _agree_on_replicas(ranks, replicated, compare_every))
                 if replicated:
                     from remanent._checkpoint.replicas import Replicas
 
-                    self._replicas = Replicas(ranks, process_group)
+                    gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+                    self._replicas = self._waited(lambda: Replicas(ranks, process_group, gpu))
             else:
                 self._parts = checked()
             self._rng = rng
@@ -328,7 +332,6 @@ class Checkpointer:
             is_left = self._is_left_to_next(busy, wait or name is not None)
             is_next = not is_left
             if is_next:
-                self._compare_if_due()
                 _refuse_modes()
                 # The step of the previous save counts only if that save succeeds.
                 self._finish()
@@ -336,6 +339,10 @@ class Checkpointer:
             if is_left:
                 _refuse_capture()
                 return self._left.add(step, self._reading or reading, began)
+            replicas, every = self._replicas, self._compare_every
+            if replicas is not None and every is not None:
+                save = self._saves
+                self._waited(lambda: self._compare_if_due(replicas, every, save))
             tree, captured, tensors = self._checked(name)
             passage = self._room.begin(tensors)
             capture = Capture(self._copies, captured)
@@ -386,29 +393,24 @@ class Checkpointer:
             raise
         return saved
 
-    def _compare_if_due(self) -> None:
-        """Compares the parameters and the optimizer state of replicas at every nth save."""
-        replicas = self._replicas
-        if replicas is None or self._compare_every is None:
-            return
+    def _compare_if_due(self, replicas: Replicas, every: int, save: int) -> None:
+        """Compares the parameters and the optimizer state of replicas at every nth save. Runs on the worker thread of all
+        ranks, even of those whose caller has left the call."""
         self._uncompared += 1
-        if self._uncompared < self._compare_every:
+        # The ranks have counted differently if a save failed early on one of them.
+        if not self._versions.any_of(save, self._uncompared >= every):
             return
 
         def trained() -> list[Extent]:
             _refuse_modes()
             found: dict[str, torch.Tensor] = {}
-            flatten_state({name: part.state_dict() for name, part in self._parts.items()
-                           if name in ("model", "optimizer")}, found, of_rank=True)
-            return trained_by(self._parts, extents_there(found))
+            state = {name: part.state_dict() for name, part in self._parts.items() if name in ("model", "optimizer")}
+            sharded = {name for kind, name, _ in tensors_in(json.loads(flatten_state(state, found, of_rank=True)))
+                       if kind == "dtensor"}
+            names = TrainedNames(self._parts)
+            return extents_there({name: each for name, each in found.items() if name in names and name not in sharded})
 
-        streams = CurrentStreams(Targets(self._parts, of_rank=True).devices())
-
-        def compare() -> None:
-            with streams.entered():
-                replicas.compare(replicas.all_or_none(trained))
-
-        self._after_saves("compare replicas", compare)
+        replicas.compare(trained)
         # After a failure, the next save compares again.
         self._uncompared = 0
 
@@ -755,7 +757,8 @@ class Checkpointer:
         whole(views.own)
         nbytes = sum(info.length for info in views.own.pages() if "dtype" in info.metadata)
         with self._bar(nbytes, "proving", progress) as bar:
-            restoration = Restoration(views, targets, layouts, bar, cast=cast, replicas=self._replicas)
+            restoration = Restoration(views, targets, layouts, bar, cast=cast, replicas=self._replicas,
+                                      is_equal=TrainedNames(self._parts).__contains__)
         state = restoration.state
         if views.number is None or not self._rng:
             # Two ranks with the same random numbers would train on the same noise.
@@ -966,6 +969,15 @@ def _gathered(ranks: Ranks, verdict: bool | None, failure: BaseException | None)
         return verdict
 
     return ranks.gather(ranks.all_or_none(told))
+
+
+def _agree_on_replicas(ranks: Ranks, replicated: bool, compare_every: int | None) -> None:
+    """Raises `InvalidError` on all ranks unless all ranks pass the same arguments."""
+    own = [bool(replicated), compare_every]
+    for rank, other in enumerate(ranks.gather(own)):
+        if other != own:
+            raise InvalidError(f"replicated, compare_every: rank {rank} passed {other[0]}, {other[1]}, but rank "
+                               f"{ranks.rank} passed {own[0]}, {own[1]}", remedy="pass the same arguments on all ranks")
 
 
 def _check_name(name: str) -> None:

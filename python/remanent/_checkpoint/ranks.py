@@ -17,7 +17,7 @@ from remanent._store.errors import Error, InvalidError, RankFailedError
 _T = TypeVar("_T")
 
 # The longest wait for another rank, which may be writing its part to a slow disk.
-_TIMEOUT = datetime.timedelta(minutes=30)
+TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class Ranks:
@@ -42,7 +42,7 @@ class Ranks:
             # group of the same ranks.
             store = PrefixStore(f"remanent/{members}", _get_default_store())
             number = store.add(f"made by {self.rank}", 1)
-            self._group = dist.ProcessGroupGloo(PrefixStore(str(number), store), self.rank, self.count, _TIMEOUT)
+            self._group = dist.ProcessGroupGloo(PrefixStore(str(number), store), self.rank, self.count, TIMEOUT)
         except (KeyError, RuntimeError, ValueError) as error:
             raise _unreachable() from error
 
@@ -57,20 +57,26 @@ class Ranks:
         self._all(lambda group: group.allgather([gathered], [padded]))
         told = [_value_of(each[: int(length)]) for each, length in zip(gathered, lengths, strict=True)]
         for rank, (doing, _) in enumerate(told):
-            if doing != self.doing:
-                self.end()
-                raise RankFailedError(f"rank {rank} tried to {doing}, but rank {self.rank} to {self.doing}", rank=rank,
-                                      remedy="make the same calls on all ranks; restart all ranks and restore")
+            self._check(rank, doing)
         return [said for _, said in told]
+
+    def _check(self, rank: int, doing: str) -> None:
+        """Leaves the group and raises an error if another rank makes another call."""
+        if doing != self.doing:
+            self.end()
+            raise RankFailedError(f"rank {rank} tried to {doing}, but rank {self.rank} to {self.doing}", rank=rank,
+                                  remedy="make the same calls on all ranks; restart all ranks and restore")
 
     def tell(self, said: Any) -> Any:
         """Returns the value that the first rank passed as `said`."""
-        own = _bytes_of(said if self.rank == 0 else None)
+        own = _bytes_of([self.doing, said] if self.rank == 0 else None)
         length = torch.tensor([len(own)], device="cpu")
         self._all(lambda group: group.broadcast([length]))
         told = own if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         self._all(lambda group: group.broadcast([told]))
-        return _value_of(told)
+        doing, value = _value_of(told)
+        self._check(0, doing)
+        return value
 
     def _all(self, begin: Callable[[Any], Any]) -> None:
         """Runs one collective. If the collective fails or is interrupted, the next one would not match those of other

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,11 +32,12 @@ class Restoration:
     :param bar: a progress bar that counts the verified bytes.
     :param cast: whether a model's element types may differ from the version's.
     :param replicas: the ranks with which pages are exchanged, or None if this rank loads all pages itself.
+    :param is_equal: returns whether the tensor of a name is equal on all replicas.
     :raises InvalidError: the version does not fit the run. Nothing changed.
     """
 
     def __init__(self, views: Views, targets: Targets, layouts: Any, bar: Bar, *, cast: bool,
-                 replicas: Replicas | None = None) -> None:
+                 replicas: Replicas | None = None, is_equal: Callable[[str], bool] = lambda name: True) -> None:
         self._views = views
         # The verified bytes of pages on GPUs with enough free memory. Other pages are read again by `load`.
         self._scratch: dict[torch.device, Scratch] = {}
@@ -46,9 +47,9 @@ class Restoration:
         def plan() -> _Plan:
             return self._planned(targets, layouts, cast=cast)
 
-        plan_of_rank = plan() if replicas is None else replicas.all_or_none(plan)
+        plan_of_rank = plan() if replicas is None else replicas.in_step("read the version", plan)
         manifest, outline, names_now, wholes, names, lengths = plan_of_rank
-        loaded = set() if replicas is None else self._exchanged(replicas, lengths, bar)
+        loaded = set() if replicas is None else self._exchanged(replicas, is_equal, manifest.pages, lengths, bar)
         for device, memory in self._memory_by_device():
             of_device = {key: lengths[key] for key in memory if key not in loaded}
             scratch = self._scratch.get(device) or scratch_for(device, of_device)
@@ -98,31 +99,34 @@ class Restoration:
         def is_own(name: str, said: Any) -> bool:
             return wholes is not None and name in targets.wholes and wholes.is_own(name, said)
 
-        names = {name for kind, name, said in _tensors_in(manifest.tree)
+        names = {name for kind, name, said in tensors_in(manifest.tree)
                  if (name not in targets.wholes if kind == "tensor" else is_own(name, said))}
         lengths = {key: view.info(key).length for key in manifest.pages}
         self._memory = targets.memory_of(manifest.pages, lengths, names)
         return _Plan(manifest, outline, names_now, wholes, names, lengths)
 
-    def _exchanged(self, replicas: Replicas, lengths: Mapping[str, int], bar: Bar) -> set[str]:
+    def _exchanged(self, replicas: Replicas, is_equal: Callable[[str], bool], pages: Mapping[str, Arrays],
+                   lengths: Mapping[str, int], bar: Bar) -> set[str]:
         """Loads the pages that are equal on all ranks into scratch memory, a share on each rank. Returns the pages that
         are loaded and verified."""
-        by_device = dict(self._memory_by_device())
-        # An optimizer may keep its counts of steps on the host.
-        devices = [device for device in by_device if is_cuda(device)] or list(by_device)
-        checksums: dict[str, tuple[int, int]] = {}
-        keys: list[str] = []
-        if len(devices) == 1 and replicas.can_exchange(devices[0]):
+        def exchangeable() -> tuple[torch.device | None, list[str], dict[str, tuple[int, int]]]:
+            by_device = dict(self._memory_by_device())
+            # An optimizer may keep its counts of steps on the host.
+            devices = [device for device in by_device if is_cuda(device)] or list(by_device)
+            if len(devices) != 1 or not replicas.can_exchange(devices[0]):
+                return None, [], {}
             keys = list(by_device[devices[0]])
-            for key, found in zip(keys, self._views.own._image_checksums(keys), strict=True):
-                if found is not None:
-                    checksums[key] = lengths[key], found
+            of_images = self._views.own._image_checksums(keys)
+            # Other pages may differ between ranks. An equal checksum would not prove that their bytes are equal.
+            return devices[0], keys, {key: (lengths[key], found) for key, found in zip(keys, of_images, strict=True)
+                                      if found is not None and all(is_equal(each.name) for each in pages[key])}
+
+        device, keys, checksums = replicas.in_step("list the pages", exchangeable)
         shared = replicas.shared_pages(checksums)
-        if not shared:
+        if device is None or not shared:
             return set()
-        [device] = devices
         ordered = {key: lengths[key] for key in dict.fromkeys([*shared, *keys])}
-        scratch = replicas.of_all(lambda: scratch_for(device, ordered))
+        scratch = replicas.scratch_of_all(device, lambda: scratch_for(device, ordered))
         if scratch is None:
             return set()
         self._scratch[device] = scratch
@@ -215,7 +219,7 @@ def _outline(manifest: Manifest) -> dict[str, Any]:
     return outline
 
 
-def _tensors_in(tree: Any) -> Iterator[tuple[str, str, Any]]:
+def tensors_in(tree: Any) -> Iterator[tuple[str, str, Any]]:
     """Yields the kind, name and description of each tensor and DTensor in the JSON of a state."""
     if isinstance(tree, dict):
         kind, *rest = tree.get(page_tree.TAG, [None])
@@ -224,7 +228,7 @@ def _tensors_in(tree: Any) -> Iterator[tuple[str, str, Any]]:
             return
         tree = list(tree.values())
     for each in tree if isinstance(tree, list) else ():
-        yield from _tensors_in(each)
+        yield from tensors_in(each)
 
 
 def _state(manifest: Manifest, tensors: Mapping[str, torch.Tensor], own_wholes: Mapping[str, Any],

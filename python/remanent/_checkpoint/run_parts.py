@@ -53,30 +53,26 @@ def stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[E
 
     A tensor that shares a storage with a tensor of the second list is also in the second list.
     """
-    return ([], tensors) if optimizer is None else _within(tensors, _of_optimizer(optimizer))
-
-
-def trained_by(parts: Mapping[str, Any], tensors: list[Extent]) -> list[Extent]:
-    """Returns the tensors that are parameters of the model or belong to the optimizer. Buffers, such as the statistics
-    of a BatchNorm, may differ between replicas."""
-    model, optimizer = parts.get("model"), parts.get("optimizer")
-    own = list(model.parameters()) if hasattr(model, "parameters") else []
-    if hasattr(optimizer, "param_groups"):
-        own += _of_optimizer(optimizer)
-    return _within(tensors, own)[0]
-
-
-def _of_optimizer(optimizer: Any) -> list[torch.Tensor]:
+    if optimizer is None:
+        return [], tensors
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for state in optimizer.state.values():
         own += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return own
-
-
-def _within(tensors: list[Extent], own: list[torch.Tensor]) -> tuple[list[Extent], list[Extent]]:
-    """Divides tensors into those that share a storage with `own` and all others."""
     parts = parts_module()
     if parts is not None:
         with torch.no_grad():
             own = [tensor if type(tensor) in PLAIN_TYPES else parts.local(tensor) for tensor in own]
     return _native.extents_within(tensors, [tensor for tensor in own if tensor.layout is torch.strided])
+
+
+class TrainedNames:
+    """The names of the tensors that are equal on all replicas: the parameters of the model and the state of the
+    optimizer. Buffers, such as the statistics of a BatchNorm, may differ, and so may the values in `extra`."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        model = parts.get("model")
+        buffers = model.named_buffers(remove_duplicate=False) if isinstance(model, torch.nn.Module) else ()
+        self._buffers = {f"model/{_native.segment(name)}" for name, _ in buffers}
+
+    def __contains__(self, name: str) -> bool:
+        return name.startswith(("model/", "optimizer/")) and name not in self._buffers

@@ -926,8 +926,8 @@ class KeptStates:
     """
 
     def __new__(cls, path: _Path) -> Self: ...
-    def view(self, at: _At) -> View:
-        """Opens a state, given as for `View`, and returns its `View`."""
+    def view(self, lsn: int) -> View:
+        """Opens the state after batch `lsn` and returns its `View`."""
 
 @final
 class Replica(Reader):

@@ -117,6 +117,17 @@ class SharedVersions:
         is_busy, one_waits = map(any, zip(*self._aside.gather([own, waits])))
         return is_busy and not one_waits
 
+    def any_of(self, save: int, own: bool) -> bool:
+        self._ranks.doing = f"make save {save}"
+        rows = self._ranks.gather({"own": own})
+        failures = [each.get("failed") for each in rows]
+        if any(failures):
+            # The rank that failed has reported this save, and removes what it left.
+            self._told = save
+            self._give_up_unnamed()
+            raise_first(failures)
+        return any(each["own"] for each in rows)
+
     def begin(self, nbytes: int) -> None:
         # Snapshots that no point lists belong to no version.
         self._removal.make_room(nbytes)

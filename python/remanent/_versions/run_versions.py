@@ -141,6 +141,10 @@ class Versions(Protocol):
         """Returns whether a save of any rank is in progress when save number `save` begins, and no rank waits for
         it."""
 
+    def any_of(self, save: int, own: bool) -> bool:
+        """Returns whether `own` is true on any rank when save number `save` begins. If a rank could not begin the save,
+        raises its error."""
+
     def begin(self, nbytes: int) -> None:
         """Prepares a save of `nbytes` bytes. The newest version is kept if it is not kept yet."""
 
@@ -220,6 +224,9 @@ class OwnVersions:
     def is_busy(self, save: int, own: bool, waits: bool) -> bool:
         return own and not waits
 
+    def any_of(self, save: int, own: bool) -> bool:
+        return own
+
     def begin(self, nbytes: int) -> None:
         self._removal.make_room(nbytes)
         self._keep_newest()
@@ -267,7 +274,7 @@ class OwnVersions:
 
     def viewer(self) -> Callable[[Version], _native.View]:
         states = _native.KeptStates(self._store.directory)
-        return lambda version: states.view(f"lsn:{version.lsn}")
+        return lambda version: states.view(version.lsn)
 
     def views(self, at: int | str | Version | None) -> Views:
         own = self.view(at)
