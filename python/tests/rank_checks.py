@@ -708,8 +708,10 @@ class Copies:
         self.model.register_buffer("rank", torch.full((5,), dist.get_rank(), device=DEVICE))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.step()
-        self.run = Checkpointer(directory, self.model, self.optimizer, process_group=dist.group.WORLD, replicated=True,
-                                rng=False, **options)
+        # Ranks may have tensors of their own, which change the layout of the memory for a restore.
+        self.own: dict[str, Any] = {"w": torch.ones(500 * dist.get_rank(), device=DEVICE)}
+        self.run = Checkpointer(directory, self.model, self.optimizer, extra={"own": self.own},
+                                process_group=dist.group.WORLD, replicated=True, rng=False, **options)
 
     def step(self) -> None:
         for parameter in self.model.parameters():
@@ -777,7 +779,8 @@ def replicas_load_shares_and_exchange_them(directory: Path) -> None:
     loaded = copies.restored()
     assert same(copies.state(), saved)
     # Each equal page is loaded by one rank.
-    assert nbytes <= sum(loaded) < 1.2 * nbytes and max(loaded) < 1.5 * nbytes / ranks, (loaded, nbytes)
+    own = 4 * 500 * (ranks - 1)
+    assert nbytes <= sum(loaded) < 1.2 * nbytes + ranks * own and max(loaded) < 1.5 * nbytes / ranks + own, loaded
 
 
 def page_that_arrives_damaged_is_loaded(directory: Path) -> None:
@@ -849,6 +852,29 @@ def diverged_replicas_are_named_and_not_saved(directory: Path) -> None:
     assert copies.run.versions()[-1].step == 5
 
 
+def failed_save_keeps_comparisons_in_step(directory: Path) -> None:
+    copies = Copies(directory, compare_every=2)
+    copies.run.save(1)
+    if dist.get_rank() == 1:
+        copies.own["odd"] = threading.Lock()
+    with raises(remanent.RefusedError, "lock cannot be stored"):
+        copies.run.save(2)
+    copies.own.pop("odd", None)
+    # One rank cannot begin, and the others wait for it with their comparison.
+    with raises(remanent.InvalidError, "step: -3 is below 0"):
+        copies.run.save(-3 if dist.get_rank() == 1 else 3)
+    for step in range(4, 8):
+        copies.run.save(step)
+    assert copies.run.versions()[-1].step == 7
+
+
+def ranks_agree_on_being_replicas(directory: Path) -> None:
+    is_first = dist.get_rank() == 0
+    for options in ({"replicated": is_first}, {"replicated": True, "compare_every": 2 if is_first else None}):
+        with raises(remanent.InvalidError, "rank [0-3] passed True"):
+            Checkpointer(directory, torch.nn.Linear(2, 1), process_group=dist.group.WORLD, **options)
+
+
 Check = Callable[[Path], None]
 # The stages of each check: the number of ranks, and the function that they run.
 CHECKS: dict[str, list[tuple[int, Check]]] = {check.__name__: [(RANKS, check)] for check in (
@@ -871,6 +897,8 @@ CHECKS: dict[str, list[tuple[int, Check]]] = {check.__name__: [(RANKS, check)] f
     page_that_arrives_damaged_is_loaded,
     damaged_share_of_one_rank_changes_nothing,
     diverged_replicas_are_named_and_not_saved,
+    failed_save_keeps_comparisons_in_step,
+    ranks_agree_on_being_replicas,
 )}
 CHECKS["dcp_loads_fsdp_model_with_other_rank_counts"] = [
     (2, begin_dcp), (1, continue_dcp), (4, continue_dcp), (3, continue_dcp), (1, load_dcp_unsharded)]
