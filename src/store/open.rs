@@ -25,11 +25,11 @@ use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::{Ack, Create, ImageIo, LogIo, Options};
 use crate::recovery::create::check_directory;
-use crate::recovery::{PageLoader, RecoveredStore, Recovery, ReplayBacklog};
+use crate::recovery::{PageLoader, RecoveredStore, Recovery, RecoveryReport, ReplayBacklog};
 use crate::snapshot::{
     BackgroundSnapshots, LastSnapshot, Rules, Scrub, Scrubber, SnapshotProgress, Snapshots,
 };
-use crate::tiers::{PageMover, PrefetchThread, TierCounts, TierKeeper, TierThread};
+use crate::tiers::{PageMover, PrefetchThread, Residents, TierCounts, TierKeeper, TierThread, Tiers};
 use crate::versions::uses::PageUses;
 use crate::write::commit::{CombineQueue, Committer, DigestKeys};
 
@@ -76,56 +76,97 @@ impl Store {
         let archive = options.archive.as_ref().map(|to| CheckedArchive::new(to, &*disk)).transpose()?;
         let (log_io, log_io_reason) = choose_log_io(&*disk, &options)?;
         options.images.io = choose_image_io(&*disk, options.images.io)?;
-        let arena = Arc::new(Arena::new(device.clone(), options.memory.budget.clone()));
-        let staging = Arc::new(StagingPool::new(device.clone(), STAGING_IDLE_BYTES));
-        let disk_pages = Arc::new(DiskPages::new(disk.clone(), options.memory.budget.limit(Place::Disk)));
-        let recovery = Recovery {
-            disk: disk.clone(),
-            device: device.clone(),
-            arena: &arena,
-            staging: &staging,
-            options: &options,
-            log_io,
-            disk_pages: disk_pages.clone(),
-            #[cfg(feature = "nccl")]
-            gather: crate::recovery::OpenGather::new(&options),
+        let resources = StoreResources::new(disk, device, log_io, &options);
+        let found = resources.recover(&options)?;
+        let recovered = RecoveryReport {
+            log_io: log_io_reason,
+            image_io: options.images.io.to_string(),
+            ..found.recovered.clone()
         };
-        let RecoveredStore {
-            store,
-            mut applied,
-            submitted,
-            changed,
-            log,
-            first_batch,
-            pool,
-            catalog,
-            behind,
-            mut recovered,
-        } = recovery.open()?;
-        recovered.log_io = log_io_reason;
-        recovered.image_io = options.images.io.to_string();
-        disk_pages.note(submitted.lens().map(|(_, place, _)| place));
-        // Only the applier's table tracks changes, because snapshots are taken from that table.
-        applied.table.watch(changed);
-        let tiers = options.tiers.as_ref().map(|tiers| {
-            let residents = TierKeeper::residents(tiers, &submitted);
-            (tiers, Arc::<PageUses>::default(), residents)
-        });
-        // From here on, a failure drops the parts that are already started, newest first.
-        let start = EngineStart {
-            store: store.store,
+        let parts = StoreParts::start(
+            resources,
+            found,
+            options,
+            #[cfg(feature = "archive")]
+            archive,
+        )?;
+        Ok(Self {
+            recovered,
+            parts: ForkGuard::new(parts),
+            _lock: lock,
+            _directory: ForkGuard::new(directory),
+        })
+    }
+}
+
+/// The resources that exist before the engine, and that recovery and the engine share.
+struct StoreResources {
+    disk: Arc<dyn Disk>,
+    device: Arc<EngineDevice>,
+    arena: Arc<Arena>,
+    staging: Arc<StagingPool>,
+    disk_pages: Arc<DiskPages>,
+    log_io: LogIo,
+}
+
+impl StoreResources {
+    fn new(disk: Arc<dyn Disk>, device: Arc<EngineDevice>, log_io: LogIo, options: &Options) -> Self {
+        let budget = &options.memory.budget;
+        Self {
+            arena: Arc::new(Arena::new(device.clone(), budget.clone())),
+            staging: Arc::new(StagingPool::new(device.clone(), STAGING_IDLE_BYTES)),
+            disk_pages: Arc::new(DiskPages::new(disk.clone(), budget.limit(Place::Disk))),
             disk,
             device,
-            arena,
-            staging,
-            disk_pages,
             log_io,
-            pool,
-            log,
-            first_batch,
-            applied,
-            submitted: &submitted,
-            uses: tiers.as_ref().map(|(_, uses, _)| uses.clone()),
+        }
+    }
+
+    /// Creates or recovers the store, and registers its pages on disk.
+    fn recover(&self, options: &Options) -> Result<RecoveredStore> {
+        let recovery = Recovery {
+            disk: self.disk.clone(),
+            device: self.device.clone(),
+            arena: &self.arena,
+            staging: &self.staging,
+            options,
+            log_io: self.log_io,
+            disk_pages: self.disk_pages.clone(),
+            #[cfg(feature = "nccl")]
+            gather: crate::recovery::OpenGather::new(options),
+        };
+        let found = recovery.open()?;
+        self.disk_pages.note(found.submitted.lens().map(|(_, place, _)| place));
+        Ok(found)
+    }
+}
+
+impl StoreParts {
+    /// Starts the engine and the other parts of a recovered store. A failure drops the parts that are already started,
+    /// newest first.
+    fn start(
+        resources: StoreResources,
+        mut found: RecoveredStore,
+        options: Options,
+        #[cfg(feature = "archive")] archive: Option<CheckedArchive>,
+    ) -> Result<Self> {
+        // Only the applier's table tracks changes, because snapshots are taken from that table.
+        found.applied.table.watch(found.changed);
+        let tiers = options.tiers.as_ref().map(|tiers| TierStart::new(tiers, &found.submitted));
+        let start = EngineStart {
+            store: found.store.store,
+            disk: resources.disk,
+            device: resources.device,
+            arena: resources.arena,
+            staging: resources.staging,
+            disk_pages: resources.disk_pages,
+            log_io: resources.log_io,
+            pool: found.pool,
+            log: found.log,
+            first_batch: found.first_batch,
+            applied: found.applied,
+            submitted: &found.submitted,
+            uses: tiers.as_ref().map(|tiers| tiers.uses.clone()),
             #[cfg(feature = "archive")]
             archive: archive.as_ref().map(|archive| archive.progress().clone()),
             #[cfg(not(feature = "archive"))]
@@ -136,52 +177,71 @@ impl Store {
         let loader = PageLoader::start(engine.clone())?;
         let Engine { applier, device, staging, poison, .. } = &**engine;
         let reads = Reads::new(applier.clone(), device.clone(), staging.clone(), poison.clone());
-        let committer = Arc::new(committer(engine, &catalog, submitted, &options));
-        let counts = Arc::<TierCounts>::default();
-        let keeper = tiers.map(|(tiers, uses, residents)| {
-            let (engine, committer) = (engine.clone(), committer.clone());
-            Arc::new(TierKeeper::new(engine, committer, tiers, uses, residents, counts.clone()))
-        });
-        let mover = PageMover {
-            engine: engine.clone(),
-            committer: committer.clone(),
-            keeper: keeper.clone(),
-            counts,
-        };
-        let mover = Arc::new(mover);
-        let tiers = keeper.map(TierThread::start).transpose()?;
-        let last_lsn = Lsn(recovered.position.lsn.0.saturating_sub(recovered.replayed_batches));
-        let snapshots = Arc::new(snapshots(engine, catalog, &options, last_snapshot(last_lsn, behind)));
-        let rules = Rules { log_bytes: options.snapshots.log_bytes, interval: options.snapshots.interval };
+        let committer = Arc::new(committer(engine, &found.catalog, found.submitted, &options));
+        let StartedMover { mover, tiers } = start_mover(engine, &committer, tiers)?;
+        let last = last_snapshot(&found.recovered, found.behind);
+        let snapshots = Arc::new(snapshots(engine, found.catalog, &options, last));
         #[cfg(feature = "archive")]
         let archiver =
             archive.map(|archive| archive.connect(engine.clone(), snapshots.clone())).transpose()?;
+        let rules = Rules { log_bytes: options.snapshots.log_bytes, interval: options.snapshots.interval };
         let background = BackgroundSnapshots::start(snapshots.clone(), rules)?;
         let scrub_pace = Pace::new(options.scrubs.bytes_per_second);
-        let scrub = Arc::new(Scrub::new(snapshots.clone(), store.clone(), scrub_pace));
+        let scrub = Arc::new(Scrub::new(snapshots.clone(), found.store, scrub_pace));
         let scrubber = Scrubber::start(scrub.clone(), options.scrubs.interval)?;
         Ok(Self {
-            recovered,
-            parts: ForkGuard::new(StoreParts {
-                #[cfg(feature = "archive")]
-                _archiver: archiver,
-                prefetcher: PrefetchThread::new(mover.clone()),
-                _tiers: tiers,
-                mover,
-                _background: background,
-                _scrubber: scrubber,
-                _loader: loader,
-                reads,
-                engine: running,
-                committer,
-                snapshots,
-                scrub,
-                options,
-            }),
-            _lock: lock,
-            _directory: ForkGuard::new(directory),
+            #[cfg(feature = "archive")]
+            _archiver: archiver,
+            prefetcher: PrefetchThread::new(mover.clone()),
+            _tiers: tiers,
+            mover,
+            _background: background,
+            _scrubber: scrubber,
+            _loader: loader,
+            reads,
+            engine: running,
+            committer,
+            snapshots,
+            scrub,
+            options,
         })
     }
+}
+
+/// The values from which the tiers start. They exist before the engine, which records page uses for the tiers.
+struct TierStart<'o> {
+    options: &'o Tiers,
+    uses: Arc<PageUses>,
+    residents: Residents,
+}
+
+impl<'o> TierStart<'o> {
+    fn new(options: &'o Tiers, pages: &PageTable) -> Self {
+        Self { options, uses: Arc::default(), residents: TierKeeper::residents(options, pages) }
+    }
+}
+
+/// The mover of pages, and the thread that evicts pages if the store has tiers.
+struct StartedMover {
+    mover: Arc<PageMover>,
+    tiers: Option<TierThread>,
+}
+
+fn start_mover(
+    engine: &Arc<Engine>,
+    committer: &Arc<Committer>,
+    tiers: Option<TierStart<'_>>,
+) -> Result<StartedMover> {
+    let counts = Arc::<TierCounts>::default();
+    let keeper = tiers.map(|TierStart { options, uses, residents }| {
+        let (engine, committer) = (engine.clone(), committer.clone());
+        Arc::new(TierKeeper::new(engine, committer, options, uses, residents, counts.clone()))
+    });
+    let mover =
+        PageMover { engine: engine.clone(), committer: committer.clone(), keeper: keeper.clone(), counts };
+    let mover = Arc::new(mover);
+    let tiers = keeper.map(TierThread::start).transpose()?;
+    Ok(StartedMover { mover, tiers })
 }
 
 /// Creates the directory if the options permit it, and locks it.
@@ -226,9 +286,9 @@ fn snapshots(engine: &Arc<Engine>, catalog: Catalog, options: &Options, last: La
 }
 
 /// Returns the newest snapshot, from which the schedule of background snapshots counts.
-fn last_snapshot(lsn: Lsn, behind: ReplayBacklog) -> LastSnapshot {
+fn last_snapshot(recovered: &RecoveryReport, behind: ReplayBacklog) -> LastSnapshot {
     LastSnapshot {
-        lsn,
+        lsn: Lsn(recovered.position.lsn.0.saturating_sub(recovered.replayed_batches)),
         bytes: -i64::try_from(behind.bytes).unwrap_or(i64::MAX),
         restarts: behind.restarts,
         at: Instant::now(),

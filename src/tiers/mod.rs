@@ -21,6 +21,7 @@ pub(crate) use mover::PageMover;
 pub use prefetch::Prefetch;
 pub(crate) use prefetch::PrefetchThread;
 pub use read_ahead::ReadAhead;
+pub(crate) use residents::Residents;
 pub(crate) use stats::TierCounts;
 
 pub use crate::eviction::{EvictionPolicy, Lru, S3Fifo};

@@ -221,7 +221,7 @@ pub const LIST: &[Defence] = &[
     check(
         "an open records that there are pages on disk",
         STORE_OPEN,
-        "disk_pages.note(submitted.lens().map(|(_, place, _)| place));",
+        "self.disk_pages.note(found.submitted.lens().map(|(_, place, _)| place));",
         it("pages_on_disk::a_store_holds_more_pages_than_memory"),
     ),
     check(
