@@ -45,7 +45,7 @@ mod verify;
 use std::ops::Range;
 use std::sync::Arc;
 
-use remanent_format::{PageId, SnapshotId};
+use remanent_format::{LogPoint, PageId, SnapshotId};
 
 pub(crate) use self::background::{BackgroundSnapshots, LastSnapshot, Rules};
 use self::bounds::{End, SnapshotStart};
@@ -202,11 +202,9 @@ impl Snapshots {
         // The length of the images is not known yet.
         self.engine.log.pool.fill(u64::MAX).map_err(|error| self.poison_unless_harmless(error))?;
         // Surplus spares are released if images need the space.
-        let mut is_unreadable = false;
-        let pool = &self.engine.log.pool;
-        let written = pool.with_surplus(|| self.write(catalog, request, is_short, &mut is_unreadable));
-        let taken = written.and_then(|id| {
-            match self.follow_up(catalog, request.then) {
+        let written = self.engine.log.pool.with_surplus(|| self.write(catalog, request, is_short));
+        let taken = match written {
+            Ok(WriteOutcome::Published(id)) => match self.follow_up(catalog, request.then) {
                 Ok(()) => Ok(catalog.snapshots[&id].info.clone()),
                 // The snapshot cannot be verified or recorded now. It is published and therefore valid, but no files
                 // may be recycled for it yet (I7).
@@ -214,17 +212,16 @@ impl Snapshots {
                     tracing::warn!(%error, snapshot = %id, "published; the next snapshot does the rest");
                     Ok(catalog.snapshots[&id].info.clone())
                 }
-                Err(error) => Err(error),
+                Err(error) => Err(self.poison_unless_harmless(error)),
+            },
+            Ok(WriteOutcome::Unreadable(error)) => {
+                self.engine.disk_pages.note_unreadable(Some(&error));
+                Err(error)
             }
-        });
-        let taken =
-            taken.map_err(|error| if is_unreadable { error } else { self.poison_unless_harmless(error) });
-        match &taken {
-            Ok(_) => self.engine.disk_pages.note_unreadable(None),
-            Err(error) if is_unreadable => self.engine.disk_pages.note_unreadable(Some(error)),
-            Err(_) => {}
-        }
+            Err(error) => Err(self.poison_unless_harmless(error)),
+        };
         if let Ok(info) = &taken {
+            self.engine.disk_pages.note_unreadable(None);
             let bytes = i64::try_from(log_bytes).unwrap_or(i64::MAX);
             *self.last.lock() = LastSnapshot { lsn: info.end, bytes, restarts: 0, at: began };
         }
@@ -278,37 +275,43 @@ impl Snapshots {
     /// contents.
     ///
     /// f. **Keep** the snapshot: it now counts for retention and waits for verification (phase 6).
-    ///
-    /// Sets `is_unreadable` if the snapshot fails because a page cannot be read from its image. Such a failure affects
-    /// the page alone, because no record names the files written so far, and the log is intact. A snapshot can be taken
-    /// again once the page is overwritten or deleted.
     fn write(
         &self,
         catalog: &mut Catalog,
         request: &SnapshotRequest,
         is_short: bool,
-        is_unreadable: &mut bool,
-    ) -> Result<SnapshotId> {
-        let threads_max = request.threads_max();
+    ) -> Result<WriteOutcome> {
         self.verify_earlier(catalog, request)?; // a
         // On a full disk, no images are rewritten merely to empty their file.
         let wasteful = if is_short { Vec::new() } else { self.wasteful_files(catalog)? };
         let overlays = self.overlay_rules(&catalog.known, &wasteful);
-        let SnapshotStart { redo, sorted, end } = self.begin(catalog, wasteful, request.exact)?;
+        let SnapshotStart { redo, sorted, end } = self.begin(catalog, wasteful, request.exact)?; // b
         let ahead_from = catalog.files.ahead_from(redo.lsn);
-        // Step c.
-        let plan = self.plan_files(catalog, &sorted, threads_max);
-        let gathered = plan.and_then(|plan| {
-            let gathered = self.gather_and_end(&catalog.files, &plan, &sorted.gather, overlays, end, request);
-            Ok((gathered.map_err(|error| needing(plan.expected_bytes, error))?, plan))
-        });
-        // Step d.
-        self.stop_watching()?;
-        *is_unreadable = matches!(gathered, Err(Error::Damaged(_)));
-        let (GatheredImages { writers, gathered_entries, end }, plan) = gathered?;
-        // Step e.
+        let gathered = self.gather_and_end(&catalog.files, &sorted.gather, overlays, end, request); // c
+        self.stop_watching()?; // d
+        if let Err(error @ Error::Damaged(_)) = gathered {
+            return Ok(WriteOutcome::Unreadable(error));
+        }
+        let images = gathered?;
+        let published =
+            self.publish_gathered(catalog, request, SortedPages { redo, sorted, ahead_from }, images)?; // e
+        Ok(WriteOutcome::Published(self.keep(catalog, published))) // f
+    }
+
+    /// Performs step e of [`Snapshots::write`]. On failure, the image files are removed, unless a published manifest
+    /// may name them.
+    fn publish_gathered(
+        &self,
+        catalog: &mut Catalog,
+        request: &SnapshotRequest,
+        pages: SortedPages,
+        images: GatheredImages,
+    ) -> Result<PublishedSnapshot> {
         self.progress.enter(SnapshotPhase::Publish);
+        let SortedPages { redo, sorted, ahead_from } = pages;
         let (follows, visited) = (sorted.follows, sorted.visited);
+        let GatheredImages { writers, numbers, gathered_entries, end } = images;
+        let GatheredEntries { entries, on_disk } = gathered_entries;
         // This number may exceed those in the plan: the base of an overlay may be an image that was written during this
         // snapshot, for a batch that moved a page to disk.
         let next_file = catalog.files.next_number();
@@ -318,7 +321,7 @@ impl Snapshots {
                 name: request.name.clone(),
                 redo,
                 sorted,
-                gathered_entries: gathered_entries.entries,
+                gathered_entries: entries,
                 end,
                 next_file,
                 ahead_from,
@@ -334,37 +337,42 @@ impl Snapshots {
             }
         };
         catalog.next_snapshot += 1;
-        let published =
-            self.publish_newest(&catalog.known, writers.as_ref(), &manifest, follows, threads_max);
-        let (file, (sums, links)) = match published {
-            Ok(published) => published,
+        let threads_max = request.threads_max();
+        let is_own = |file| numbers.contains(&file);
+        match self.publish_newest(&catalog.known, writers.as_ref(), &manifest, follows, threads_max) {
+            Ok((file, (sums, links))) => Ok(PublishedSnapshot {
+                kept: RetainedSnapshot::new(&manifest, is_own, sums, links, file.header_crc, false),
+                written: WrittenSnapshot {
+                    snapshot: manifest.snapshot,
+                    manifest: file,
+                    images: writers,
+                    of_batches,
+                    on_disk,
+                },
+                visited,
+            }),
             // Only these errors guarantee that no manifest names the images. After any other error, a published
             // manifest may need them.
             Err(error) if error.is_passing() => {
                 writers.into_iter().for_each(ImageWriters::abandon);
-                return Err(error);
+                Err(error)
             }
-            Err(error) => return Err(error),
-        };
-        // Step f.
-        let is_own = |file| plan.numbers.contains(&file);
-        let kept = RetainedSnapshot::new(&manifest, is_own, sums, links, file.header_crc, false);
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Performs step f of [`Snapshots::write`].
+    fn keep(&self, catalog: &mut Catalog, published: PublishedSnapshot) -> SnapshotId {
+        let PublishedSnapshot { kept, written, visited } = published;
         let info = &kept.info;
         tracing::info!(
             snapshot = %info.id, redo = %info.redo, end = %info.end, bytes = info.bytes,
             bytes_written = info.bytes_written, visited, "snapshot published"
         );
         let id = info.id;
-        let on_disk = gathered_entries.on_disk;
-        self.unverified.push(WrittenSnapshot {
-            snapshot: id,
-            manifest: file,
-            images: writers,
-            of_batches,
-            on_disk,
-        });
+        self.unverified.push(written);
         catalog.snapshots.insert(id, kept);
-        Ok(id)
+        id
     }
 
     /// Verifies the images that must be verified before the snapshot names them.
@@ -381,34 +389,41 @@ impl Snapshots {
     }
 
     /// Chooses the number of gathering threads and of image files, and assigns the files' numbers.
-    fn plan_files(&self, catalog: &Catalog, sorted: &SnapshotWork, threads_max: usize) -> Result<GatherPlan> {
-        let gather_bytes = sorted.gather.iter().map(|(_, len)| len).sum();
-        self.progress.begin(sorted.gather.len() as u64, gather_bytes);
-        let longest = sorted.gather.iter().map(|(_, len)| (*len).min(self.piece_len())).max().unwrap_or(0);
+    fn plan_files(
+        &self,
+        files: &ImageFiles,
+        pages: &[(PageId, u64)],
+        threads_max: usize,
+    ) -> Result<GatherPlan> {
+        let gather_bytes = pages.iter().map(|(_, len)| len).sum();
+        self.progress.begin(pages.len() as u64, gather_bytes);
+        let longest = pages.iter().map(|(_, len)| (*len).min(self.piece_len())).max().unwrap_or(0);
         let threads = chunk_threads(longest).min(threads_max);
-        let expected_bytes = self.expected_bytes(&sorted.gather)?;
+        let expected_bytes = self.expected_bytes(pages)?;
         // There are at most as many files as chunks, because an empty file would be kept like any other.
-        let chunks = self.chunk_count(&sorted.gather)?.max(1);
-        let files = file_count(expected_bytes, self.chunk_len, threads).min(chunks);
-        Ok(GatherPlan { expected_bytes, threads, numbers: catalog.files.take_numbers(files) })
+        let chunks = self.chunk_count(pages)?.max(1);
+        let count = file_count(expected_bytes, self.chunk_len, threads).min(chunks);
+        Ok(GatherPlan { expected_bytes, threads, numbers: files.take_numbers(count) })
     }
 
     /// Performs phases 2 and 3. On failure the image files are removed, because no record names them yet.
     fn gather_and_end(
         &self,
         files: &ImageFiles,
-        plan: &GatherPlan,
         pages: &[(PageId, u64)],
         overlays: OverlayRules,
         end: Option<End>,
         request: &SnapshotRequest,
     ) -> Result<GatheredImages> {
-        let (writers, gathered_entries) = self.gather_into(files, plan, pages, overlays, request)?;
+        let plan = self.plan_files(files, pages, request.threads_max())?;
+        let needing_all = |error| needing(plan.expected_bytes, error);
+        let (writers, gathered_entries) =
+            self.gather_into(files, &plan, pages, overlays, request).map_err(needing_all)?;
         match end.map_or_else(|| self.end(), Ok) {
-            Ok(end) => Ok(GatheredImages { writers, gathered_entries, end }),
+            Ok(end) => Ok(GatheredImages { writers, numbers: plan.numbers, gathered_entries, end }),
             Err(error) => {
                 writers.into_iter().for_each(ImageWriters::abandon);
-                Err(error)
+                Err(needing_all(error))
             }
         }
     }
@@ -467,7 +482,34 @@ struct GatherPlan {
 struct GatheredImages {
     /// The writers of the image files, or `None` if the snapshot gathers no pages.
     writers: Option<ImageWriters>,
+    /// The numbers assigned to the image files.
+    numbers: Range<u64>,
     /// The entries of the gathered pages, in page order.
     gathered_entries: GatheredEntries,
     end: End,
+}
+
+/// The result of phase 1 that a manifest needs, in addition to the gathered pages.
+struct SortedPages {
+    redo: LogPoint,
+    /// The entries of unchanged pages, and the pages to gather.
+    sorted: SnapshotWork,
+    /// A file number. Each file with a lower number that was written for a batch belongs to a batch up to `redo`.
+    ahead_from: u64,
+}
+
+/// A snapshot after phase 5, which is neither in the catalog nor verified yet.
+struct PublishedSnapshot {
+    kept: RetainedSnapshot,
+    written: WrittenSnapshot,
+    /// The number of pages that were classified.
+    visited: usize,
+}
+
+/// The result of [`Snapshots::write`].
+enum WriteOutcome {
+    Published(SnapshotId),
+    /// A page cannot be read from its image. The failure affects the page alone, because no record names the files
+    /// written so far, and the log is intact. A snapshot can be taken again once the page is overwritten or deleted.
+    Unreadable(Error),
 }

@@ -183,7 +183,7 @@ pub const LIST: &[Defence] = &[
     check(
         "an unreadable page fails the snapshot but not the store",
         "src/snapshot/mod.rs",
-        "*is_unreadable = matches!(gathered, Err(Error::Damaged(_)));",
+        "if let Err(error @ Error::Damaged(_)) = gathered {\n            return Ok(WriteOutcome::Unreadable(error));\n        }",
         it("overlays::damage_to_an_overlay_and_to_its_base_is_found"),
     ),
     defence(
