@@ -185,7 +185,7 @@ fn start_name(snapshot: Option<SnapshotId>) -> String {
     snapshot.map_or("the log's beginning".to_owned(), |snapshot| format!("snapshot {snapshot}"))
 }
 
-/// Returns all findings. Each location is listed once, with its first and most severe consequence.
+/// Returns all findings.
 fn findings(
     dir: &StoreDir,
     view: &PartialView,
@@ -193,81 +193,102 @@ fn findings(
     identity: Option<Damage>,
     images: &ImageProofs<'_>,
 ) -> Vec<VerifyFinding> {
-    let mut findings: Vec<VerifyFinding> = Vec::new();
-    let mut find = |damage: Damage, cost: String| {
-        if findings
-            .iter()
-            .all(|known| (known.damage.file, known.damage.offset) != (damage.file, damage.offset))
-        {
-            findings.push(VerifyFinding { damage, cost });
-        }
-    };
+    let mut findings = Findings::default();
     if let Some(damage) = identity {
-        find(damage, "the store: it cannot be opened without its identity".to_owned());
+        findings.add(damage, "the store: it cannot be opened without its identity");
     }
-    for (index, start) in verdict.starts.iter().enumerate() {
-        let cost = match verdict.opens_from {
-            Some(opens) => {
-                let instead = start_name(verdict.starts[opens].snapshot);
-                format!("time, but no data: recovery starts from {instead} instead")
-            }
-            None => "the store: it cannot be opened".to_owned(),
-        };
-        // A link alone is not a start. Its damage is reported only if the store cannot be opened.
-        if start.role != Role::Link || verdict.state.is_none() {
-            for damage in &start.blocked_by {
-                find(damage.clone(), cost.clone());
-            }
-        }
-        if Some(index) == verdict.opens_from {
-            for (damage, pages) in by_image(&start.damaged_pages) {
-                find(damage.clone(), format!("{pages}: reads fail until the page is replaced or deleted"));
-            }
-        }
-    }
-    for start in &verdict.starts {
-        for damage in &start.lost_by {
-            find(damage.clone(), format!("{} is no longer available", start_name(start.snapshot)));
-        }
-        for Gap { first, last, damage } in &start.gaps {
-            let states = match first == last {
-                true => format!("the state after lsn {first} is"),
-                false => format!("the states after lsn {first} to lsn {last} are"),
-            };
-            find(damage.clone(), format!("{states} no longer available"));
-        }
-    }
-    for damage in &verdict.lost {
-        find(damage.clone(), "a kept snapshot is no longer available".to_owned());
-    }
-    if let Some(damage) = &verdict.lost_beginning {
-        find(damage.clone(), "the log's beginning is no longer available".to_owned());
-    }
+    findings.add_damage_to_starts(verdict);
+    findings.add_lost_states(verdict);
     if verdict.starts.is_empty() {
         let damage = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
-        find(damage, "the store: there is no snapshot, and the beginning of the log is missing".to_owned());
+        findings.add(damage, "the store: there is no snapshot, and the beginning of the log is missing");
     }
-    for damage in second_copies(dir, view) {
-        find(damage, "nothing: the manifest's other copy is intact".to_owned());
-    }
-    for damage in view.survey.links.values().filter_map(|link| link.as_ref().err()) {
-        find(damage.clone(), "nothing: no kept snapshot needs it".to_owned());
-    }
-    for damage in view.end().iter().flat_map(|end| &end.harmless) {
-        find(damage.clone(), "nothing: the segment is empty".to_owned());
-    }
-    for damage in images.files().filter_map(|file| image_file_damage(dir, view, file)) {
-        find(damage, "nothing: the snapshots record the offsets of its images".to_owned());
-    }
-    for (number, segment) in view.survey.log.segments() {
-        if let Err(defect) = &segment.header {
-            find(
-                defect.clone().at(FileName::Segment(*number), 0),
-                "nothing: no snapshot needs it".to_owned(),
-            );
+    findings.add_harmless_damage(dir, view, images);
+    findings.0
+}
+
+/// A list of findings. Each location is listed once, with its first and most severe consequence.
+#[derive(Default)]
+struct Findings(Vec<VerifyFinding>);
+
+impl Findings {
+    /// Adds a finding, unless the location of the damage is already listed.
+    fn add(&mut self, damage: Damage, cost: impl Into<String>) {
+        if self.0.iter().all(|known| (known.damage.file, known.damage.offset) != (damage.file, damage.offset))
+        {
+            self.0.push(VerifyFinding { damage, cost: cost.into() });
         }
     }
-    findings
+
+    /// Adds the damage that prevents recovery from starting at a candidate, and the pages that recovery leaves damaged.
+    fn add_damage_to_starts(&mut self, verdict: &Verdict) {
+        for (index, start) in verdict.starts.iter().enumerate() {
+            let cost = match verdict.opens_from {
+                Some(opens) => {
+                    let instead = start_name(verdict.starts[opens].snapshot);
+                    format!("time, but no data: recovery starts from {instead} instead")
+                }
+                None => "the store: it cannot be opened".to_owned(),
+            };
+            // A link alone is not a start. Its damage is reported only if the store cannot be opened.
+            if start.role != Role::Link || verdict.state.is_none() {
+                for damage in &start.blocked_by {
+                    self.add(damage.clone(), &cost);
+                }
+            }
+            if Some(index) == verdict.opens_from {
+                for (damage, pages) in by_image(&start.damaged_pages) {
+                    let cost = format!("{pages}: reads fail until the page is replaced or deleted");
+                    self.add(damage.clone(), cost);
+                }
+            }
+        }
+    }
+
+    /// Adds the damage that makes earlier states and kept snapshots unavailable.
+    fn add_lost_states(&mut self, verdict: &Verdict) {
+        for start in &verdict.starts {
+            for damage in &start.lost_by {
+                let cost = format!("{} is no longer available", start_name(start.snapshot));
+                self.add(damage.clone(), cost);
+            }
+            for Gap { first, last, damage } in &start.gaps {
+                let states = match first == last {
+                    true => format!("the state after lsn {first} is"),
+                    false => format!("the states after lsn {first} to lsn {last} are"),
+                };
+                self.add(damage.clone(), format!("{states} no longer available"));
+            }
+        }
+        for damage in &verdict.lost {
+            self.add(damage.clone(), "a kept snapshot is no longer available");
+        }
+        if let Some(damage) = &verdict.lost_beginning {
+            self.add(damage.clone(), "the log's beginning is no longer available");
+        }
+    }
+
+    /// Adds the damage that affects no state.
+    fn add_harmless_damage(&mut self, dir: &StoreDir, view: &PartialView, images: &ImageProofs<'_>) {
+        for damage in second_copies(dir, view) {
+            self.add(damage, "nothing: the manifest's other copy is intact");
+        }
+        for damage in view.survey.links.values().filter_map(|link| link.as_ref().err()) {
+            self.add(damage.clone(), "nothing: no kept snapshot needs it");
+        }
+        for damage in view.end().iter().flat_map(|end| &end.harmless) {
+            self.add(damage.clone(), "nothing: the segment is empty");
+        }
+        for damage in images.files().filter_map(|file| image_file_damage(dir, view, file)) {
+            self.add(damage, "nothing: the snapshots record the offsets of its images");
+        }
+        for (number, segment) in view.survey.log.segments() {
+            if let Err(defect) = &segment.header {
+                let damage = defect.clone().at(FileName::Segment(*number), 0);
+                self.add(damage, "nothing: no snapshot needs it");
+            }
+        }
+    }
 }
 
 /// Groups damage by image. Each item contains the damage and the list of affected pages as text.
