@@ -59,95 +59,105 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
                 }
             }
             Command::Copy { source, target } => self.copy(self.local(source), self.local(target)),
-            Command::Gather { sources, target } => {
-                let target = self.local(target);
-                let mut near = Vec::new();
-                for (source, offset) in sources {
-                    let source = self.local(source);
-                    if source.part == target.part {
-                        near.push((source.span, offset));
-                    } else {
-                        self.copy_across_parts(source, target.piece(offset, source.span.len));
-                    }
-                }
-                self.run(target.part, Command::Gather { sources: near, target: target.span });
-            }
-            Command::Scatter { source, targets } => {
-                let source = self.local(source);
-                let mut near = Vec::new();
-                for (offset, target) in targets {
-                    let target = self.local(target);
-                    if source.part == target.part {
-                        near.push((offset, target.span));
-                    } else {
-                        self.copy_across_parts(source.piece(offset, target.span.len), target);
-                    }
-                }
-                self.run(source.part, Command::Scatter { source: source.span, targets: near });
-            }
+            Command::Gather { sources, target } => self.gather(sources, self.local(target)),
+            Command::Scatter { source, targets } => self.scatter(self.local(source), targets),
             Command::Diff { left, right, width, target } => {
                 let target = self.local(target);
                 let (left, right) =
                     (self.local_span(target.part, left)?, self.local_span(target.part, right)?);
                 self.run(target.part, Command::Diff { left, right, width, target: target.span });
             }
-            Command::Select { bitmaps, target } => {
-                let mut local = Vec::with_capacity(bitmaps.len());
-                for Selection { bits, indices } in bitmaps {
-                    let PartSpan { part, span } = self.local(indices);
-                    local.push((part, Selection { bits: self.local_span(part, bits)?, indices: span }));
-                }
-                let mut words = PendingWords(target);
-                for of_part in local.chunk_by(|one, next| one.0 == next.0) {
-                    let bitmaps = of_part.iter().map(|(_, bitmap)| *bitmap).collect();
-                    let target = words.next(of_part.len());
-                    self.run(of_part[0].0, Command::Select { bitmaps, target });
-                }
-            }
-            Command::Crc { sources, target } => {
-                let local: Vec<PartSpan> = sources.into_iter().map(|source| self.local(source)).collect();
-                let mut words = PendingWords(target);
-                for of_part in local.chunk_by(|one, next| one.part == next.part) {
-                    let sources = of_part.iter().map(|source| source.span).collect();
-                    self.run(of_part[0].part, Command::Crc { sources, target: words.next(of_part.len()) });
-                }
-            }
-            Command::Digest { sources, key, mut target } => {
-                let local: Vec<PartSpan> = sources.into_iter().map(|source| self.local(source)).collect();
-                for of_part in local.chunk_by(|one, next| one.part == next.part) {
-                    let sources: Vec<Span> = of_part.iter().map(|source| source.span).collect();
-                    let count: u64 = sources.iter().map(|source| digest_count(source.len)).sum();
-                    let digests = StagingSpan { len: DIGEST_LEN * count as usize, ..target };
-                    target.len = target.len.checked_sub(digests.len).expect("no more digests than room");
-                    target.offset += digests.len;
-                    let part = of_part[0].part;
-                    let key = self.local_span(part, key)?;
-                    self.run(part, Command::Digest { sources, key, target: digests });
-                }
-            }
+            Command::Select { bitmaps, target } => self.select(bitmaps, PendingWords(target))?,
+            Command::Crc { sources, target } => self.crc(sources, PendingWords(target)),
+            Command::Digest { sources, key, target } => self.digest(sources, key, target)?,
             Command::Pick { source, width, indices, target } => {
                 let target = self.local(target);
                 let source = self.local_span(target.part, source)?;
                 self.run(target.part, Command::Pick { source, width, indices, target: target.span });
             }
-            Command::Validate { lists, target } => {
-                let local = |list: IndexList| (self.local(list.indices), list.bound);
-                let local: Vec<(PartSpan, u64)> = lists.into_iter().map(local).collect();
-                let mut words = PendingWords(target);
-                for of_part in local.chunk_by(|one, next| one.0.part == next.0.part) {
-                    let list = |(indices, bound): &(PartSpan, u64)| IndexList {
-                        indices: indices.span,
-                        bound: *bound,
-                    };
-                    let lists = of_part.iter().map(list).collect();
-                    self.run(
-                        of_part[0].0.part,
-                        Command::Validate { lists, target: words.next(of_part.len()) },
-                    );
-                }
-            }
+            Command::Validate { lists, target } => self.validate(lists, PendingWords(target)),
         }
         Ok(())
+    }
+
+    /// Adds a command for the sources on the target's part, and a copy for each other source.
+    fn gather(&mut self, sources: Vec<(Span, u64)>, target: PartSpan) {
+        let mut near = Vec::new();
+        for (source, offset) in sources {
+            let source = self.local(source);
+            if source.part == target.part {
+                near.push((source.span, offset));
+            } else {
+                self.copy_across_parts(source, target.piece(offset, source.span.len));
+            }
+        }
+        self.run(target.part, Command::Gather { sources: near, target: target.span });
+    }
+
+    /// Adds a command for the targets on the source's part, and a copy for each other target.
+    fn scatter(&mut self, source: PartSpan, targets: Vec<(u64, Span)>) {
+        let mut near = Vec::new();
+        for (offset, target) in targets {
+            let target = self.local(target);
+            if source.part == target.part {
+                near.push((offset, target.span));
+            } else {
+                self.copy_across_parts(source.piece(offset, target.span.len), target);
+            }
+        }
+        self.run(source.part, Command::Scatter { source: source.span, targets: near });
+    }
+
+    /// Adds a command for each run of consecutive bitmaps whose indices are on one part.
+    fn select(&mut self, bitmaps: Vec<Selection>, mut words: PendingWords) -> Result<()> {
+        let mut local = Vec::with_capacity(bitmaps.len());
+        for Selection { bits, indices } in bitmaps {
+            let PartSpan { part, span } = self.local(indices);
+            local.push((part, Selection { bits: self.local_span(part, bits)?, indices: span }));
+        }
+        for of_part in local.chunk_by(|one, next| one.0 == next.0) {
+            let bitmaps = of_part.iter().map(|(_, bitmap)| *bitmap).collect();
+            let target = words.next(of_part.len());
+            self.run(of_part[0].0, Command::Select { bitmaps, target });
+        }
+        Ok(())
+    }
+
+    /// Adds a command for each run of consecutive sources on one part.
+    fn crc(&mut self, sources: Vec<Span>, mut words: PendingWords) {
+        let local: Vec<PartSpan> = sources.into_iter().map(|source| self.local(source)).collect();
+        for of_part in local.chunk_by(|one, next| one.part == next.part) {
+            let sources = of_part.iter().map(|source| source.span).collect();
+            self.run(of_part[0].part, Command::Crc { sources, target: words.next(of_part.len()) });
+        }
+    }
+
+    /// Adds a command for each run of consecutive sources on one part.
+    fn digest(&mut self, sources: Vec<Span>, key: Span, mut target: StagingSpan) -> Result<()> {
+        let local: Vec<PartSpan> = sources.into_iter().map(|source| self.local(source)).collect();
+        for of_part in local.chunk_by(|one, next| one.part == next.part) {
+            let sources: Vec<Span> = of_part.iter().map(|source| source.span).collect();
+            let count: u64 = sources.iter().map(|source| digest_count(source.len)).sum();
+            let digests = StagingSpan { len: DIGEST_LEN * count as usize, ..target };
+            target.len = target.len.checked_sub(digests.len).expect("no more digests than room");
+            target.offset += digests.len;
+            let part = of_part[0].part;
+            let key = self.local_span(part, key)?;
+            self.run(part, Command::Digest { sources, key, target: digests });
+        }
+        Ok(())
+    }
+
+    /// Adds a command for each run of consecutive lists on one part.
+    fn validate(&mut self, lists: Vec<IndexList>, mut words: PendingWords) {
+        let local = |list: IndexList| (self.local(list.indices), list.bound);
+        let local: Vec<(PartSpan, u64)> = lists.into_iter().map(local).collect();
+        for of_part in local.chunk_by(|one, next| one.0.part == next.0.part) {
+            let list =
+                |(indices, bound): &(PartSpan, u64)| IndexList { indices: indices.span, bound: *bound };
+            let lists = of_part.iter().map(list).collect();
+            self.run(of_part[0].0.part, Command::Validate { lists, target: words.next(of_part.len()) });
+        }
     }
 
     /// Adds a delta. Consecutive deltas of one part stay in one command, and so in one kernel launch.
