@@ -75,17 +75,7 @@ impl WriteBatch {
                     encoder.push(&Op::Create { page, len: *len, place: *place, key, metadata })?;
                 }
                 BatchStep::Clone { source } => {
-                    let source = source.resolve(pages);
-                    let CopiedPage { place, metadata, bytes } =
-                        encoder.copied.whole.get(&source).ok_or(Error::UnknownPage { page: source })?;
-                    // The bytes are copied, because a later operation may clone this clone.
-                    let (place, metadata, bytes) = (*place, metadata.clone(), copied(bytes)?);
-                    let (page, len) = (next_new(), bytes.len() as u64);
-                    insert(&mut encoder.lens, page, len)?;
-                    encoder.push(&Op::Create { page, len, place, key: None, metadata })?;
-                    if len > 0 {
-                        encoder.push(&Op::Write { page, offset: 0, bytes: &bytes })?;
-                    }
+                    encoder.push_clone(source.resolve(pages), next_new())?;
                 }
                 BatchStep::Copy { source, range, target, offset } => {
                     encoder.push_copy((source.resolve(pages), range), target.resolve(pages), *offset)?;
@@ -106,16 +96,10 @@ impl WriteBatch {
                     }
                 }
                 BatchStep::Masked { page, offset, width, mask, bytes } => {
-                    check_mask(*width, mask, bytes).map_err(invalid)?;
-                    let (mask, bytes) = canonical_mask(*width, mask, bytes)?;
-                    let page = page.resolve(pages);
-                    encoder.push(&Op::Masked {
-                        page,
-                        offset: *offset,
-                        width: *width,
-                        mask: &mask,
-                        bytes: &bytes,
-                    })?;
+                    let (page, offset, width) = (page.resolve(pages), *offset, *width);
+                    check_mask(width, mask, bytes).map_err(invalid)?;
+                    let (mask, bytes) = canonical_mask(width, mask, bytes)?;
+                    encoder.push(&Op::Masked { page, offset, width, mask: &mask, bytes: &bytes })?;
                 }
                 BatchStep::Scatter { page, width, indices, values } => {
                     let (indices, values) = ascending(*width, indices, values, invalid)?;
@@ -124,19 +108,9 @@ impl WriteBatch {
                     encoder.push(&Op::Scatter { page, width: *width, base: 0, indices, values: &values })?;
                 }
                 BatchStep::Fill { page, offset, len, pattern } => {
-                    let pattern_len = pattern.len();
-                    if Width::from_bytes(pattern_len).is_none() || !len.is_multiple_of(pattern_len as u64) {
-                        return Err(invalid(format!(
-                            "a pattern of {pattern_len} bytes cannot fill {len} bytes: it must be 1, 2, 4, 8 or 16 \
-                             bytes long and divide the range"
-                        )));
-                    }
-                    encoder.push(&Op::Fill {
-                        page: page.resolve(pages),
-                        offset: *offset,
-                        len: *len,
-                        pattern,
-                    })?;
+                    let (page, offset, len) = (page.resolve(pages), *offset, *len);
+                    check_pattern(pattern, len).map_err(invalid)?;
+                    encoder.push(&Op::Fill { page, offset, len, pattern })?;
                 }
                 BatchStep::WriteDevice { page, offset, bytes } => {
                     encoder.push_bytes(page.resolve(pages), *offset, bytes.span())?;
@@ -235,6 +209,21 @@ impl<B: PayloadBytes> Encoder<'_, B> {
     pub fn push(&mut self, op: &Op<'_>) -> Result<()> {
         self.check(op)?;
         self.log(op)
+    }
+
+    /// Writes operations that create `page` as a clone of `source`.
+    fn push_clone(&mut self, source: PageId, page: PageId) -> Result<()> {
+        let CopiedPage { place, metadata, bytes } =
+            self.copied.whole.get(&source).ok_or(Error::UnknownPage { page: source })?;
+        // The bytes are copied, because a later operation may clone this clone.
+        let (place, metadata, bytes) = (*place, metadata.clone(), copied(bytes)?);
+        let len = bytes.len() as u64;
+        insert(&mut self.lens, page, len)?;
+        self.push(&Op::Create { page, len, place, key: None, metadata })?;
+        if len > 0 {
+            self.push(&Op::Write { page, offset: 0, bytes: &bytes })?;
+        }
+        Ok(())
     }
 
     /// Writes an operation that refers to `image`, which contains the bytes of `write`, instead of the bytes.
@@ -353,6 +342,18 @@ fn check_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(), String> {
             "a mask for {count} elements is {} bytes long, not {}",
             count.div_ceil(8),
             mask.len()
+        ));
+    }
+    Ok(())
+}
+
+/// Returns an error unless repetitions of a pattern can fill `len` bytes.
+fn check_pattern(pattern: &[u8], len: u64) -> Result<(), String> {
+    let pattern_len = pattern.len();
+    if Width::from_bytes(pattern_len).is_none() || !len.is_multiple_of(pattern_len as u64) {
+        return Err(format!(
+            "a pattern of {pattern_len} bytes cannot fill {len} bytes: it must be 1, 2, 4, 8 or 16 bytes long and \
+             divide the range"
         ));
     }
     Ok(())
