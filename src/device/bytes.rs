@@ -85,20 +85,19 @@ impl Drop for AdoptedMemory {
 }
 
 impl DeviceBytes {
-    /// Wraps all bytes of an allocation. Dropping `owner` frees the memory after the stream uses recorded in
-    /// `uses`.
+    /// Wraps the bytes of `span`. Dropping `owner` frees the allocation after the stream uses recorded in `uses`.
     pub(crate) fn new(
         device: Arc<EngineDevice>,
-        memory: MemoryId,
+        span: Span,
         place: Place,
-        len: u64,
         link: Arc<MemoryLink>,
         uses: Arc<StreamUses>,
         owner: impl Any + Send + Sync,
     ) -> Self {
+        let Span { memory, offset, len } = span;
         let origin = device.origin(memory);
         let owned = OwnedMemory { device, memory, place, origin, link, uses, _owner: Box::new(owner) };
-        Self { memory: Arc::new(ForkGuard::new(owned)), offset: 0, len, stream: None }
+        Self { memory: Arc::new(ForkGuard::new(owned)), offset, len, stream: None }
     }
 
     /// Adopts caller-owned memory on a device.
@@ -119,7 +118,8 @@ impl DeviceBytes {
             uses: uses.clone(),
             owner: Some(memory.owner()),
         };
-        Ok(Self::new(device.clone(), id, place, memory.byte_len(), link.clone(), uses, owner))
+        let span = Span { memory: id, offset: 0, len: memory.byte_len() };
+        Ok(Self::new(device.clone(), span, place, link.clone(), uses, owner))
     }
 
     /// Returns the length in bytes.

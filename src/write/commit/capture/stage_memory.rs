@@ -115,8 +115,8 @@ impl Committer {
     /// frees the memory.
     fn caller_memory(&self, place: Place, len: u64, owner: StageMemory) -> DeviceBytes {
         let Engine { device, arena, .. } = &*self.engine;
-        let (memory, uses) = (owner.part(0, len).memory, owner.uses.clone());
-        DeviceBytes::new(device.clone(), memory, place, len, arena.link().clone(), uses, owner)
+        let (span, uses) = (owner.part(0, len), owner.uses.clone());
+        DeviceBytes::new(device.clone(), span, place, arena.link().clone(), uses, owner)
     }
 
     /// Allocates one piece of device memory that contains no page.
