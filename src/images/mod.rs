@@ -134,23 +134,22 @@ impl ImageWriter {
         let name = FileName::Pages(number);
         let file = disk.create(name).map_err(|error| no_space(number, IMAGE_HEADER_BLOCK, error))?;
         let new = ReusedFile { file, space_len: 0, kept_ready: None };
-        Self::over(disk, store, number, new, None, purpose, options)
+        Self::over(disk, ImageFileHeader { store, file: number, purpose }, new, None, options)
     }
 
-    /// Starts image file `number` in a spare that has been durably renamed to that file (I13). With a target, a device
-    /// writes images to the memory of the file.
+    /// Starts the image file of `header` in a spare that has been durably renamed to that file (I13). With a target, a
+    /// device writes images to the memory of the file.
     fn over(
         disk: Arc<dyn Disk>,
-        store: StoreId,
-        number: u64,
+        header: ImageFileHeader,
         reused: ReusedFile,
         target: Option<FileTarget>,
-        purpose: ImagePurpose,
         options: ImageOptions,
     ) -> Result<Self> {
+        let ImageFileHeader { store, file: number, .. } = header;
         let ReusedFile { file, space_len, .. } = reused;
         // The block is padded with zeros, because a spare contains the bytes of an older header.
-        let mut block = ImageFileHeader { store, file: number, purpose }.encode().to_vec();
+        let mut block = header.encode().to_vec();
         block.resize(IMAGE_HEADER_BLOCK as usize, 0);
         let none = WrittenChunks { end: IMAGE_HEADER_BLOCK, chunks: Vec::new(), placed: BTreeMap::new() };
         let written = Mutex::new(none);

@@ -11,7 +11,7 @@ use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
 
-use remanent_format::image::{IMAGE_HEADER_BLOCK, ImagePurpose, ImageRef};
+use remanent_format::image::{IMAGE_HEADER_BLOCK, ImageFileHeader, ImagePurpose, ImageRef};
 use remanent_format::{Folder, PageInfo, StoreId};
 
 use super::numbers::ImageFiles;
@@ -128,7 +128,8 @@ impl ImageWriters {
             let file = match over.remove(&number) {
                 Some(mut reused) => {
                     let target = self.target(number, &mut reused, file_len);
-                    ImageWriter::over(disk, store, number, reused, target, purpose, options)
+                    let header = ImageFileHeader { store, file: number, purpose };
+                    ImageWriter::over(disk, header, reused, target, options)
                 }
                 None => ImageWriter::create(disk, store, number, purpose, options),
             };
