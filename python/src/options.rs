@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use remanent::options::{ArchiveOptions, Compression, Create, ImageIo, LogIo, PageLoad};
+use remanent::options::{ArchiveOptions, Compression, Create, ImageIo, LogIo, MemoryOptions, PageLoad};
 use remanent::tiers::Tiers;
 use remanent::{Ack, DeviceChoice, Options, Place};
 
@@ -155,19 +155,19 @@ impl<'py> Given<'py> {
         }
     }
 
-    /// Reads the options of a group.
-    fn group(
+    /// Reads the options of a group, and returns the result of `read`.
+    fn group<T>(
         &mut self,
         (name, prefix): (&str, &'static str),
-        read: impl FnOnce(&mut Given<'py>) -> PyResult<()>,
-    ) -> PyResult<()> {
+        read: impl FnOnce(&mut Given<'py>) -> PyResult<T>,
+    ) -> PyResult<T> {
         let py = self.values.py();
         let values = self.take::<Bound<'py, PyDict>>(name, DICT)?;
         let mut group = Given::new(py, prefix, values.as_ref())?;
-        read(&mut group)?;
+        let read = read(&mut group)?;
         group.refuse_unknown()?;
         self.known.append(&mut group.known);
-        Ok(())
+        Ok(read)
     }
 
     /// Returns an error if an option was not taken. The error suggests the known name that is most similar.
@@ -218,45 +218,9 @@ fn options(py: Python<'_>, given: Option<&Bound<'_, PyDict>>, raised: &Raised) -
     }
     given.set("identity", BYTES_OR_NONE, &mut options.identity)?;
     given.set("layout_fingerprint", FINGERPRINT_OR_NONE, &mut options.layout_fingerprint)?;
-    given.group(("memory", "memory."), |memory| {
-        if let Some(limits) = memory.take::<Option<Bound<'_, PyDict>>>("budget", DICT_OR_NONE)?.flatten() {
-            for (name, bytes) in limits.iter() {
-                let name: String = arguments::value(&name, "a place in memory.budget", TEXT)?;
-                let bytes =
-                    arguments::value(&bytes, &format!("memory.budget[{name:?}]"), "a number of bytes (int)")?;
-                options.memory = mem::take(&mut options.memory).budget(place(py, &name)?, bytes);
-            }
-        }
-        memory.choose("load", LOADS, &mut options.memory.load)?;
-        let source = memory.take::<Option<Py<PyAny>>>("page_memory", "a callable or None")?.flatten();
-        if let Some(source) = source {
-            if !source.bind(py).is_callable() {
-                return Err(invalid_type(
-                    "memory.page_memory must be a callable or None",
-                    "pass a function that takes a PageInfo",
-                ));
-            }
-            options.memory = page_memory(mem::take(&mut options.memory), source, raised);
-        }
-        Ok(())
-    })?;
+    given.group(("memory", "memory."), |memory| set_memory(memory, &mut options.memory, raised))?;
     given.remove_none("tiers")?;
-    given.group(("tiers", "tiers."), |tiers| {
-        let places = tiers.take::<Vec<String>>("places", TEXTS)?;
-        let mut is_lru = false;
-        tiers.choose("eviction", EVICTIONS, &mut is_lru)?;
-        if let Some(places) = places {
-            let places = places.iter().map(|name| place(py, name)).collect::<PyResult<Vec<_>>>()?;
-            let tiers = Tiers::new(places);
-            options.tiers = Some(if is_lru { tiers.lru() } else { tiers });
-        } else if tiers.is_given {
-            return Err(invalid_type(
-                "tiers has no places",
-                "pass tiers.places, such as [\"host\", \"disk\"]",
-            ));
-        }
-        Ok(())
-    })?;
+    options.tiers = given.group(("tiers", "tiers."), tiers)?;
     given.group(("log", "log."), |log| {
         if let Some(word) = log.take::<Option<String>>("io", TEXT_OR_NONE)? {
             options.log.io = word.map(|word| one_of("log.io", &word, LOG_IOS)).transpose()?;
@@ -289,32 +253,75 @@ fn options(py: Python<'_>, given: Option<&Bound<'_, PyDict>>, raised: &Raised) -
         scrubs.set("bytes_per_second", UNSIGNED_OR_NONE, &mut options.scrubs.bytes_per_second)
     })?;
     given.remove_none("archive")?;
-    given.group(("archive", "archive."), |archive| {
-        let url = archive.take::<String>("url", TEXT)?;
-        if url.is_none() && archive.is_given {
-            return Err(invalid_type(
-                "archive has no url",
-                "pass archive.url, such as \"s3://bucket/run-7\"",
-            ));
-        }
-        let mut target = ArchiveOptions::new(url.unwrap_or_default());
-        if let Some(settings) = archive.take::<Option<Bound<'_, PyDict>>>("settings", DICT_OR_NONE)?.flatten()
-        {
-            for (name, value) in settings.iter() {
-                let name: String = arguments::value(&name, "a name in archive.settings", TEXT)?;
-                let value = arguments::value(&value, &format!("archive.settings[{name:?}]"), TEXT)?;
-                target.settings.push((name, value));
-            }
-        }
-        if let Some(interval) = archive.take("interval", SECONDS)? {
-            target.interval = seconds(Some(interval))?.unwrap_or_default();
-        }
-        archive.set("log_len_max", UNSIGNED, &mut target.log_len_max)?;
-        archive.set("required", BOOL, &mut target.required)?;
-        archive.set("takeover", BOOL, &mut target.takeover)?;
-        options.archive = archive.is_given.then_some(target);
-        Ok(())
-    })?;
+    options.archive = given.group(("archive", "archive."), archive)?;
     given.refuse_unknown()?;
     Ok(options)
+}
+
+/// Sets the given options of the group `memory`. An exception that `page_memory` raises is stored in `raised`.
+fn set_memory(given: &mut Given<'_>, memory: &mut MemoryOptions, raised: &Raised) -> PyResult<()> {
+    let py = given.values.py();
+    if let Some(limits) = given.take::<Option<Bound<'_, PyDict>>>("budget", DICT_OR_NONE)?.flatten() {
+        for (name, bytes) in limits.iter() {
+            let name: String = arguments::value(&name, "a place in memory.budget", TEXT)?;
+            let bytes =
+                arguments::value(&bytes, &format!("memory.budget[{name:?}]"), "a number of bytes (int)")?;
+            *memory = mem::take(memory).budget(place(py, &name)?, bytes);
+        }
+    }
+    given.choose("load", LOADS, &mut memory.load)?;
+    let source = given.take::<Option<Py<PyAny>>>("page_memory", "a callable or None")?.flatten();
+    if let Some(source) = source {
+        if !source.bind(py).is_callable() {
+            return Err(invalid_type(
+                "memory.page_memory must be a callable or None",
+                "pass a function that takes a PageInfo",
+            ));
+        }
+        *memory = page_memory(mem::take(memory), source, raised);
+    }
+    Ok(())
+}
+
+/// Returns the options of the group `tiers`, or `None` if the group is not given.
+fn tiers(given: &mut Given<'_>) -> PyResult<Option<Tiers>> {
+    let places = given.take::<Vec<String>>("places", TEXTS)?;
+    let mut is_lru = false;
+    given.choose("eviction", EVICTIONS, &mut is_lru)?;
+    let Some(places) = places else {
+        if given.is_given {
+            return Err(invalid_type(
+                "tiers has no places",
+                "pass tiers.places, such as [\"host\", \"disk\"]",
+            ));
+        }
+        return Ok(None);
+    };
+    let py = given.values.py();
+    let places = places.iter().map(|name| place(py, name)).collect::<PyResult<Vec<_>>>()?;
+    let tiers = Tiers::new(places);
+    Ok(Some(if is_lru { tiers.lru() } else { tiers }))
+}
+
+/// Returns the options of the group `archive`, or `None` if the group is not given.
+fn archive(given: &mut Given<'_>) -> PyResult<Option<ArchiveOptions>> {
+    let url = given.take::<String>("url", TEXT)?;
+    if url.is_none() && given.is_given {
+        return Err(invalid_type("archive has no url", "pass archive.url, such as \"s3://bucket/run-7\""));
+    }
+    let mut archive = ArchiveOptions::new(url.unwrap_or_default());
+    if let Some(settings) = given.take::<Option<Bound<'_, PyDict>>>("settings", DICT_OR_NONE)?.flatten() {
+        for (name, value) in settings.iter() {
+            let name: String = arguments::value(&name, "a name in archive.settings", TEXT)?;
+            let value = arguments::value(&value, &format!("archive.settings[{name:?}]"), TEXT)?;
+            archive.settings.push((name, value));
+        }
+    }
+    if let Some(interval) = given.take("interval", SECONDS)? {
+        archive.interval = seconds(Some(interval))?.unwrap_or_default();
+    }
+    given.set("log_len_max", UNSIGNED, &mut archive.log_len_max)?;
+    given.set("required", BOOL, &mut archive.required)?;
+    given.set("takeover", BOOL, &mut archive.takeover)?;
+    Ok(given.is_given.then_some(archive))
 }
