@@ -95,6 +95,8 @@
 //! | [`Store::scrub`], [`Store::audit`] | the same; a scrub also for another scrub |
 //! | [`Store::restore`] | the same; commits wait for it |
 //! | `Store::agrees`, `nccl::QueuedCollective::wait`, an open with `MemoryOptions::gather` | the other ranks, up to their time limit |
+//! | `nixl::Agent::write`, `nixl::Agent::read`, `nixl::Transfer::wait` | the transfer, up to the agent's time limit, and the library, which may copy the bytes in the call |
+//! | calls of `nixl::PageClient` | the server, up to the agent's time limit |
 //!
 //! **Async.** Two calls return futures: [`Ticket::acknowledged`] and [`Store::read_many`]. All other calls, and
 //! dropping a store, can block on a disk. Run them on a thread that may block (tokio's `spawn_blocking`).
@@ -110,6 +112,7 @@
 //!
 //! | folder | purpose |
 //! |---|---|
+//! | `nixl/` | transfers of page memory between processes and hosts; only with the feature `nixl` |
 //! | `blocks/` | blocks of an inference engine's cache, stored in pages or in the engine's own tensors |
 //! | `store/` | the public handle of an open store |
 //! | `archive/` | archiving an open store in an object store; only with the feature `archive` |
@@ -178,6 +181,8 @@ compile_error!(
     "Remanent runs on Linux only: it relies on how ext4, XFS and tmpfs write, and on locks of open file descriptions"
 );
 
+#[cfg(feature = "nixl")]
+pub mod nixl;
 pub mod blocks;
 pub mod store;
 #[cfg(feature = "archive")]

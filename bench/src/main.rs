@@ -37,6 +37,7 @@ mod allocation_trace;
 mod allocators;
 mod allocations;
 mod ranks;
+mod nixl;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -90,11 +91,14 @@ enum BenchKind {
     Tiers(tiers::TiersBench),
     Allocations(allocations::AllocationsBench),
     Ranks(ranks::RanksBench),
+    Nixl(nixl::NixlBench),
     Ceilings(ceilings::CeilingsBench),
     #[command(hide = true)]
     Open(opener::Opener),
     #[command(hide = true)]
     Rank(ranks::RankWorker),
+    #[command(hide = true)]
+    PageServer(nixl::PageServerWorker),
 }
 
 /// The options common to all benchmarks.
@@ -155,9 +159,11 @@ impl BenchKind {
             BenchKind::Tiers(what) => run(what, out),
             BenchKind::Allocations(what) => run(what, out),
             BenchKind::Ranks(what) => run(what, out),
+            BenchKind::Nixl(what) => run(what, out),
             BenchKind::Ceilings(what) => run(what, out),
             BenchKind::Open(what) => what.run(out),
             BenchKind::Rank(what) => what.run(out),
+            BenchKind::PageServer(what) => what.run(out),
         }
     }
 }

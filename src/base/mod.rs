@@ -13,6 +13,8 @@ pub(crate) mod parallel;
 pub mod phases;
 pub(crate) mod poison;
 pub(crate) mod process;
+#[cfg(any(feature = "nccl", feature = "nixl"))]
+pub(crate) mod python_packages;
 pub(crate) mod queue;
 #[cfg(not(shuttle))]
 pub(crate) mod sync;

@@ -251,7 +251,7 @@ impl dyn Device + '_ {
     }
 
     /// Returns the ordinal of the GPU for page memory in GPU memory or unified memory, and `None` for other memory.
-    #[cfg(feature = "nccl")]
+    #[cfg(any(feature = "nccl", feature = "nixl"))]
     pub(crate) fn gpu_with(&self, memory: MemoryId) -> Option<u32> {
         let is_on_gpu = matches!(self.place_of(memory), Place::Device(_) | Place::Unified);
         self.abilities().addresses.filter(|_| is_on_gpu)?.gpu_of(memory)

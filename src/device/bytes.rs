@@ -143,7 +143,7 @@ impl DeviceBytes {
     }
 
     /// Returns the ordinal of the GPU for bytes in GPU memory or unified memory, and `None` for other memory.
-    #[cfg(feature = "nccl")]
+    #[cfg(any(feature = "nccl", feature = "nixl"))]
     pub(crate) fn gpu(&self) -> Option<u32> {
         self.memory.device.gpu_with(self.memory.memory)
     }

@@ -4,8 +4,8 @@ use std::borrow::Cow;
 
 use super::remedy::remedy_of_poisoned;
 use super::{
-    ArchiveErrorKind, Error, INCARNATION, Invalid, LayoutError, Mismatch, NcclError, NoSuchState, Refused,
-    Remedy, Taken, Unavailable,
+    ArchiveErrorKind, Error, INCARNATION, Invalid, LayoutError, Mismatch, NcclError, NixlError, NoSuchState,
+    Refused, Remedy, Taken, Unavailable,
 };
 
 impl Error {
@@ -104,6 +104,7 @@ impl Error {
             }
             Error::Damaged(_) => "run `remanent verify`, which lists all damage and what can be saved",
             Error::Nccl(error) => advice_on_nccl(error),
+            Error::Nixl(error) => advice_on_nixl(error),
             Error::Archive(error) => advice_on_archive(error.kind),
             Error::Poisoned(cause) => advice_of_poisoned(cause),
             _ => advice_of(self.remedy()),
@@ -146,6 +147,29 @@ fn advice_on_nccl(error: &NcclError) -> &'static str {
         | NcclError::TimedOut { .. }
         | NcclError::Aborted { .. } => {
             "restart the ranks that are missing, and join again with a new id; NCCL_DEBUG=WARN prints details"
+        }
+    }
+}
+
+/// Returns the advice for a failure of NIXL.
+fn advice_on_nixl(error: &NixlError) -> &'static str {
+    match error {
+        NixlError::NotFound { .. } | NixlError::MissingSymbol { .. } | NixlError::OtherVersion { .. } => {
+            "install NIXL, for example by `pip install --no-deps nixl-cu12==1.5.1`, and set REMANENT_NIXL to the \
+             path of libnixl_capi.so if it is elsewhere"
+        }
+        NixlError::InvalidName { .. } => "give a name that meets the condition in the error",
+        NixlError::UnsupportedMemory { .. } => "give device, pinned or host memory, or a file",
+        NixlError::OutOfRegion { .. } => "give a range within the region",
+        NixlError::InvalidTransfer { .. } => "give ranges that meet the condition in the error",
+        NixlError::InvalidMetadata { .. } => "give the bytes that the peer's agent returned, without changes",
+        NixlError::OtherPeerVersion { .. } => "install the same version on both hosts",
+        NixlError::Refused { .. } => "ask for pages that the server can send, with room for their length",
+        NixlError::Corrupted { .. } => "check the network and the memory of both hosts, then try again",
+        NixlError::Unsettled { .. } => "fetch fewer pages at a time, or while fewer batches change them",
+        NixlError::Lost { .. } => "connect to the server again",
+        NixlError::Failed { .. } | NixlError::TimedOut { .. } => {
+            "check that the peer is running and exchange metadata again; NIXL_LOG_LEVEL=DEBUG prints details"
         }
     }
 }

@@ -92,6 +92,7 @@ impl Error {
             }
             Error::Device { reason, .. } => write!(f, "device: {reason}"),
             Error::Nccl(error) => write!(f, "{error}"),
+            Error::Nixl(error) => write!(f, "{error}"),
             Error::Archive(error) => write!(f, "{error}"),
             Error::Poisoned(cause) => {
                 f.write_str("the store stopped after an earlier failure: ")?;
@@ -110,6 +111,19 @@ pub(super) fn single_states(below: &[Lsn]) -> String {
         0 => String::new(),
         1 => format!("; of the older states, that at batch {} is kept", batches[0]),
         _ => format!("; of the older states, those at batches {} are kept", batches.join(", ")),
+    }
+}
+
+/// Displays the paths that were tried, with their errors.
+pub(super) struct Attempts<'a>(pub &'a [(String, String)]);
+
+impl fmt::Display for Attempts<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (number, (path, error)) in self.0.iter().enumerate() {
+            let separator = if number == 0 { "" } else { ", " };
+            write!(f, "{separator}{path} ({error})")?;
+        }
+        Ok(())
     }
 }
 

@@ -6,6 +6,7 @@ mod display;
 mod kinds;
 mod nccl;
 mod nearest;
+mod nixl;
 mod remedy;
 
 use std::fmt;
@@ -22,6 +23,7 @@ pub use self::kinds::{Invalid, IoAction, IoObject, Mismatch, NoSuchState, Refuse
 pub use self::nccl::NcclError;
 #[doc(hidden)]
 pub use self::nearest::nearest;
+pub use self::nixl::NixlError;
 pub use self::remedy::Remedy;
 pub use crate::layout::LayoutError;
 
@@ -270,6 +272,10 @@ pub enum Error {
     ///
     /// The cause is the environment. The store is unchanged.
     Nccl(Box<NcclError>),
+    /// NIXL cannot be used, or a transfer with a peer failed.
+    ///
+    /// The cause is the environment. The store is unchanged.
+    Nixl(Box<NixlError>),
     /// The archive of the store cannot be used, or a request to it failed.
     ///
     /// The cause is the environment. The store is unchanged. [`ArchiveErrorKind::Superseded`] also poisons an open
@@ -431,6 +437,12 @@ impl From<ArchiveError> for Error {
 impl From<NcclError> for Error {
     fn from(error: NcclError) -> Self {
         Error::Nccl(Box::new(error))
+    }
+}
+
+impl From<NixlError> for Error {
+    fn from(error: NixlError) -> Self {
+        Error::Nixl(Box::new(error))
     }
 }
 

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use super::display::Attempts;
+
 /// A failure of NCCL or of a communicator, for [`Error::Nccl`](super::Error::Nccl).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -112,19 +114,6 @@ pub enum NcclError {
         /// The difference.
         reason: String,
     },
-}
-
-/// Displays the paths that were tried, with their errors.
-struct Attempts<'a>(&'a [(String, String)]);
-
-impl fmt::Display for Attempts<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (number, (path, error)) in self.0.iter().enumerate() {
-            let separator = if number == 0 { "" } else { ", " };
-            write!(f, "{separator}{path} ({error})")?;
-        }
-        Ok(())
-    }
 }
 
 /// Displays the reason of a failure, if the library gave one.

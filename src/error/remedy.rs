@@ -4,7 +4,7 @@ use std::io;
 
 use remanent_format::SHORTAGES;
 
-use super::{ArchiveErrorKind, Error, IoAction, IoObject, NcclError, Refused};
+use super::{ArchiveErrorKind, Error, IoAction, IoObject, NcclError, NixlError, Refused};
 
 /// The kind of action that resolves an [`Error`]. [`Error::advice`] describes the action in words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +70,7 @@ impl Error {
             Error::Overtaken { .. } | Error::Diverged { .. } => Remedy::StartOver,
             Error::Damaged(_) => Remedy::Inspect,
             Error::Nccl(error) => remedy_of_nccl(error),
+            Error::Nixl(error) => remedy_of_nixl(error),
             Error::Archive(error) => remedy_of_archive(error.kind),
             Error::Poisoned(cause) => remedy_of_poisoned(cause),
         }
@@ -138,6 +139,27 @@ fn remedy_of_nccl(error: &NcclError) -> Remedy {
         | NcclError::JoinTimedOut { .. }
         | NcclError::TimedOut { .. }
         | NcclError::Aborted { .. } => Remedy::Retry,
+    }
+}
+
+/// Returns the remedy for a failure of NIXL: install another library, correct the call, or ask the peer again.
+fn remedy_of_nixl(error: &NixlError) -> Remedy {
+    match error {
+        NixlError::NotFound { .. }
+        | NixlError::MissingSymbol { .. }
+        | NixlError::OtherVersion { .. }
+        | NixlError::OtherPeerVersion { .. } => Remedy::Permit,
+        NixlError::InvalidName { .. }
+        | NixlError::UnsupportedMemory { .. }
+        | NixlError::OutOfRegion { .. }
+        | NixlError::InvalidTransfer { .. }
+        | NixlError::InvalidMetadata { .. }
+        | NixlError::Refused { .. } => Remedy::ChangeCall,
+        NixlError::Failed { .. }
+        | NixlError::TimedOut { .. }
+        | NixlError::Corrupted { .. }
+        | NixlError::Unsettled { .. }
+        | NixlError::Lost { .. } => Remedy::Retry,
     }
 }
 

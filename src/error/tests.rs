@@ -232,6 +232,32 @@ fn system_errors() -> Vec<Row> {
             ENVIRONMENT,
             "rank 3 has joined already; give each process",
         ),
+        (
+            NixlError::NotFound { tried: vec![(text("libnixl_capi.so"), text("no file"))] }.into(),
+            NOWHERE,
+            Remedy::Permit,
+            ENVIRONMENT,
+            "the library NIXL was not loaded: libnixl_capi.so (no file); install NIXL",
+        ),
+        (
+            NixlError::TimedOut {
+                agent: text("a-1"),
+                peer: text("b-2"),
+                waited: std::time::Duration::from_secs(9),
+            }
+            .into(),
+            NOWHERE,
+            Remedy::Retry,
+            ENVIRONMENT,
+            "agent a-1: a transfer with b-2 was not complete after 9 s; check that the peer",
+        ),
+        (
+            NixlError::OutOfRegion { offset: 8, len: 8, region_len: 12 }.into(),
+            NOWHERE,
+            Remedy::ChangeCall,
+            ENVIRONMENT,
+            "bytes 8..8+8 are empty or outside the region of 12 bytes; give a range within the region",
+        ),
         (Error::Poisoned(Arc::new(failed_sync())), at, Remedy::Reopen, CONTAINED, "open it again"),
         (Error::Poisoned(Arc::new(lost_device())), NOWHERE, Remedy::NewProcess, CONTAINED, "new process"),
         (Error::Poisoned(Arc::new(full())), of_segment, Remedy::Reopen, CONTAINED, "open it again"),

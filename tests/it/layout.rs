@@ -22,6 +22,7 @@ const CRATES: &[&str] = &["src", "format/src", "archive/src", "tools/src"];
 /// The only files that may contain unsafe code.
 const UNSAFE_ROOMS: &[&str] = &[
     "src/device/cuda/",
+    "src/nixl/",
     "src/disk/mapped.rs",
     "src/disk/direct.rs",
     "src/disk/record_locks.rs",

@@ -1,0 +1,348 @@
+//! Fetching pages from the server of another process or host.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::time::Instant;
+
+use remanent_format::{Epoch, Lsn, PageId};
+
+use super::agent::Agent;
+use super::endpoint::{Peer, random};
+use super::message::{Message, PageName, PageVersion, Refusal};
+use super::region::{HostBuffer, Region};
+use super::transfer::pause;
+use crate::base::allocation::make_room;
+use crate::error::{Error, NixlError, Result};
+
+/// The number of pages for which a client has room at a time.
+const SLOTS: u64 = 4;
+/// The number of bytes that are verified while they are in the processor's cache.
+const PIECE: usize = 256 << 10;
+/// How often a page is fetched whose bytes do not match their checksum.
+const ATTEMPTS: u32 = 3;
+/// How often pages are fetched that change before all of them have arrived.
+const ROUNDS: u32 = 16;
+
+/// A page that was fetched and verified.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FetchedPage {
+    /// The id of the page in the server's store.
+    pub page: PageId,
+    /// The version of the page.
+    pub epoch: Epoch,
+    /// The batch that last changed or moved the page.
+    pub lsn: Lsn,
+    /// The bytes of the page.
+    pub bytes: Vec<u8>,
+}
+
+/// Fetches pages from a [`PageServer`](super::PageServer) of another process or host.
+///
+/// One client may use an agent at a time. Each page arrives with its epoch and checksum. A page whose bytes do not match the checksum is fetched again.
+///
+/// ```no_run
+/// use remanent::PageId;
+/// use remanent::nixl::{AgentOptions, Nixl, PageClient};
+/// # fn receive() -> Vec<u8> { Vec::new() }
+/// let agent = Nixl::load()?.agent(&AgentOptions::new("client"))?;
+/// let mut client = PageClient::connect(agent, &receive(), 2 << 20)?; // with the metadata of the server's agent
+/// if let Some(weights) = client.fetch_key("weights")? {
+///     println!("epoch {} of {} bytes", weights.epoch, weights.bytes.len());
+/// }
+/// let (lsn, pages) = client.fetch_state(&[PageId(1), PageId(2)])?;
+/// println!("{} pages as of batch {lsn}", pages.len());
+/// # Ok::<(), remanent::Error>(())
+/// ```
+pub struct PageClient {
+    agent: Agent,
+    server: Peer,
+    buffer: HostBuffer,
+    target: Region<HostBuffer>,
+    /// The longest page that can be fetched, in bytes.
+    page_len_max: u64,
+    /// The number of the newest request. The first one is random, so no late answer to an earlier client matches.
+    newest: u64,
+    /// Whether the server was given up.
+    is_lost: bool,
+    /// Whether a call that fetches pages has not ended, so that bytes may still arrive at any place of the buffer.
+    is_fetching: bool,
+}
+
+/// A request that was not answered yet.
+struct Pending {
+    /// The index of the page in the caller's list.
+    index: usize,
+    /// The part of the buffer to which the server writes.
+    slot: u64,
+    attempt: u32,
+}
+
+impl PageClient {
+    /// Connects to the server whose agent returned `metadata`, and waits for its answer. Pages may have up to
+    /// `page_len_max` bytes; the client allocates memory for four of them.
+    ///
+    /// # Errors
+    /// [`NixlError::InvalidMetadata`], [`NixlError::OtherPeerVersion`]; [`NixlError::TimedOut`] if the server does not
+    /// answer within the agent's time limit; [`NixlError::Failed`]; [`Error::OutOfMemory`], [`Error::Forked`].
+    pub fn connect(agent: Agent, metadata: &[u8], page_len_max: u64) -> Result<Self> {
+        let short = Error::OutOfMemory { place: remanent_format::Place::Host, len: page_len_max };
+        let len = page_len_max.max(1).checked_mul(SLOTS).and_then(|len| usize::try_from(len).ok());
+        let buffer = HostBuffer::new(len.ok_or(short)?)?;
+        let server = agent.load_peer(metadata)?;
+        let target = agent.register(buffer.clone())?;
+        let mut client = Self {
+            agent,
+            server,
+            buffer,
+            target,
+            page_len_max,
+            newest: random()?,
+            is_lost: false,
+            is_fetching: false,
+        };
+        let hello = Message::Hello {
+            id: client.number(),
+            metadata: client.agent.metadata()?,
+            target: client.target.describe().to_bytes(),
+        };
+        match client.ask(&hello)? {
+            Message::Welcome { .. } => Ok(client),
+            other => Err(client.unexpected(&other)),
+        }
+    }
+
+    /// Fetches the newest version of a page.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`] if the server's store has no such page; [`NixlError::Refused`], [`NixlError::Corrupted`],
+    /// [`NixlError::TimedOut`], [`NixlError::Lost`], [`NixlError::Failed`]; [`Error::OutOfMemory`], [`Error::Forked`].
+    pub fn fetch(&mut self, page: PageId) -> Result<FetchedPage> {
+        let mut fetched = None;
+        self.fetch_named(&[PageName::Id(page)], &mut |_, page| fetched = Some(page))?;
+        fetched.ok_or(Error::UnknownPage { page })
+    }
+
+    /// Fetches the newest version of the page with this key. Returns `None` if the server's store has no such page.
+    ///
+    /// # Errors
+    /// Same as [`PageClient::fetch`].
+    pub fn fetch_key(&mut self, key: impl AsRef<[u8]>) -> Result<Option<FetchedPage>> {
+        let mut fetched = None;
+        self.fetch_named(&[PageName::Key(key.as_ref().to_vec())], &mut |_, page| fetched = Some(page))?;
+        Ok(fetched)
+    }
+
+    /// Fetches the newest version of each of the pages, and calls `each` with each page and its index in the list. The
+    /// order is not specified, and versions may be of different batches. Pages that the server's store does not have
+    /// are left out.
+    ///
+    /// # Errors
+    /// Same as [`PageClient::fetch`].
+    pub fn fetch_many(&mut self, pages: &[PageId], mut each: impl FnMut(usize, FetchedPage)) -> Result<()> {
+        let names: Vec<_> = pages.iter().map(|page| PageName::Id(*page)).collect();
+        self.fetch_named(&names, &mut each)
+    }
+
+    /// Fetches pages in their state after one batch, and returns the Lsn of that batch. A page that changes meanwhile is
+    /// detected by its epoch and fetched again.
+    ///
+    /// # Errors
+    /// [`NixlError::Unsettled`] if the pages change faster than they are fetched; otherwise as
+    /// [`PageClient::fetch`].
+    pub fn fetch_state(&mut self, pages: &[PageId]) -> Result<(Lsn, Vec<FetchedPage>)> {
+        let mut fetched: Vec<Option<FetchedPage>> = vec![None; pages.len()];
+        let mut stale: Vec<usize> = (0..pages.len()).collect();
+        for _ in 0..ROUNDS {
+            let names: Vec<_> = stale.iter().map(|index| PageName::Id(pages[*index])).collect();
+            stale.iter().for_each(|index| fetched[*index] = None);
+            self.fetch_named(&names, &mut |index, page| fetched[stale[index]] = Some(page))?;
+            let (lsn, epochs) = self.versions(pages)?;
+            let epoch_of = |page: &Option<FetchedPage>| page.as_ref().map_or(Epoch(0), |page| page.epoch);
+            stale = (0..pages.len()).filter(|index| epoch_of(&fetched[*index]) != epochs[*index]).collect();
+            if !stale.is_empty() {
+                tracing::debug!(pages = stale.len(), "pages changed while they were fetched");
+                continue;
+            }
+            let missing = fetched.iter().position(Option::is_none);
+            return match missing {
+                Some(index) => Err(Error::UnknownPage { page: pages[index] }),
+                None => Ok((lsn, fetched.into_iter().flatten().collect())),
+            };
+        }
+        let peer = self.server.name().to_owned();
+        Err(NixlError::Unsettled { peer, pages: stale.len(), rounds: ROUNDS }.into())
+    }
+
+    /// Returns the newest versions of pages in the server's store, and the batch after which they are.
+    fn versions(&mut self, pages: &[PageId]) -> Result<(Lsn, Vec<Epoch>)> {
+        let asked = Message::Ask { id: self.number(), pages: pages.to_vec() };
+        match self.ask(&asked)? {
+            Message::Versions { lsn, epochs, .. } if epochs.len() == pages.len() => Ok((lsn, epochs)),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Fetches the named pages. Pages that do not exist are left out.
+    fn fetch_named(&mut self, names: &[PageName], each: &mut dyn FnMut(usize, FetchedPage)) -> Result<()> {
+        if std::mem::replace(&mut self.is_fetching, true) {
+            self.lose();
+        }
+        let mut todo: VecDeque<(usize, u32)> = (0..names.len()).map(|index| (index, 1)).collect();
+        let mut slots: Vec<u64> = (0..SLOTS).collect();
+        let mut pending: BTreeMap<u64, Pending> = BTreeMap::new();
+        let mut failure = None;
+        loop {
+            while failure.is_none()
+                && let Some(slot) = slots.pop()
+            {
+                let Some((index, attempt)) = todo.pop_front() else {
+                    slots.push(slot);
+                    break;
+                };
+                let (id, offset) = (self.number(), slot * self.page_len_max);
+                let name = names[index].clone();
+                // A request that may have been sent is waited for.
+                pending.insert(id, Pending { index, slot, attempt });
+                self.send(&Message::Fetch { id, name, offset, len: self.page_len_max })?;
+            }
+            if pending.is_empty() {
+                self.is_fetching = false;
+                return failure.map_or(Ok(()), Err);
+            }
+            for answer in self.answers(|answer| pending.contains_key(&answer.id()))? {
+                let Some(Pending { index, slot, attempt }) = pending.remove(&answer.id()) else { continue };
+                slots.push(slot);
+                match self.arrived(&answer, slot) {
+                    Ok(Some(page)) => each(index, page),
+                    Ok(None) => {}
+                    Err(Error::Nixl(error))
+                        if matches!(*error, NixlError::Corrupted { .. }) && attempt < ATTEMPTS =>
+                    {
+                        tracing::warn!(%error, attempt, "a page is fetched again");
+                        todo.push_back((index, attempt + 1));
+                    }
+                    // The other requests are still answered, because their bytes arrive in any case.
+                    Err(error) => failure = failure.or(Some(error)),
+                }
+            }
+        }
+    }
+
+    /// Verifies a page that has arrived. Returns `None` if it does not exist.
+    fn arrived(&self, answer: &Message, slot: u64) -> Result<Option<FetchedPage>> {
+        let peer = || self.server.name().to_owned();
+        let (version, lsn, len, crc) = match answer {
+            Message::Page { version, lsn, len, crc, .. } if *len <= self.page_len_max => {
+                (*version, *lsn, *len, *crc)
+            }
+            Message::Refused { refusal: Refusal::Unknown, .. } => return Ok(None),
+            Message::Refused { refusal: Refusal::TooLong(len), .. } => {
+                let reason = format!("it has {len} bytes, and the client has room for {}", self.page_len_max);
+                return Err(NixlError::Refused { peer: peer(), reason }.into());
+            }
+            Message::Refused { refusal: Refusal::Failed(reason), .. } => {
+                return Err(NixlError::Refused { peer: peer(), reason: reason.clone() }.into());
+            }
+            other => return Err(self.unexpected(other)),
+        };
+        // Each piece is copied before it is verified, so that no later write of the peer changes it.
+        let (len, mut bytes, mut computed) = (len as usize, Vec::new(), crc32fast::Hasher::new());
+        make_room(&mut bytes, len)?;
+        while bytes.len() < len {
+            let start = bytes.len();
+            let piece = (len - start).min(PIECE);
+            self.buffer.append(slot * self.page_len_max + start as u64, piece, &mut bytes)?;
+            computed.update(&bytes[start..]);
+        }
+        let PageVersion { page, epoch } = version;
+        if computed.finalize() != crc {
+            return Err(NixlError::Corrupted { peer: peer(), page, attempts: ATTEMPTS }.into());
+        }
+        Ok(Some(FetchedPage { page, epoch, lsn, bytes }))
+    }
+
+    /// Returns the number for a new request.
+    fn number(&mut self) -> u64 {
+        self.newest = self.newest.wrapping_add(1);
+        self.newest
+    }
+
+    /// Sends a request and waits for its answer.
+    fn ask(&mut self, request: &Message) -> Result<Message> {
+        self.send(request)?;
+        let mut answers = self.answers(|answer| answer.id() == request.id())?;
+        Ok(answers.swap_remove(0))
+    }
+
+    fn send(&mut self, request: &Message) -> Result<()> {
+        if self.is_lost {
+            return Err(NixlError::Lost { peer: self.server.name().to_owned() }.into());
+        }
+        let sent = self.agent.notify(&self.server, &request.to_bytes());
+        sent.inspect_err(|_| self.lose())
+    }
+
+    /// Waits for at least one answer that is expected. Other answers are discarded: they belong to calls that failed.
+    fn answers(&mut self, is_expected: impl Fn(&Message) -> bool) -> Result<Vec<Message>> {
+        let (started, limit) = (Instant::now(), self.agent.timeout());
+        loop {
+            let mut answers = Vec::new();
+            let received = self.agent.take_answers(&self.server);
+            for received in received.inspect_err(|_| self.lose())? {
+                let answer = Message::from_bytes(&received.peer, &received.bytes);
+                let answer = answer.inspect_err(|_| self.lose())?;
+                answers.extend(Some(answer).filter(|answer| is_expected(answer)));
+            }
+            if !answers.is_empty() {
+                return Ok(answers);
+            }
+            let waited = started.elapsed();
+            if waited >= limit {
+                self.lose();
+                let (agent, peer) = (self.agent.name().to_owned(), self.server.name().to_owned());
+                return Err(NixlError::TimedOut { agent, peer, waited: limit }.into());
+            }
+            pause(waited);
+        }
+    }
+
+    /// Gives the server up. If bytes may still arrive, the buffer stays registered for the lifetime of the process.
+    fn lose(&mut self) {
+        if !std::mem::replace(&mut self.is_lost, true)
+            && self.is_fetching
+            && let Ok(range) = self.target.range(0, 1)
+        {
+            std::mem::forget(range);
+        }
+    }
+
+    fn unexpected(&self, answer: &Message) -> Error {
+        tracing::debug!(?answer, server = self.server.name(), "an unexpected answer");
+        NixlError::InvalidMetadata { reason: "the answer belongs to another request" }.into()
+    }
+}
+
+impl Drop for PageClient {
+    fn drop(&mut self) {
+        if self.is_fetching {
+            self.lose();
+        }
+        let goodbye = Message::Goodbye { id: self.number() };
+        if !self.is_lost
+            && let Err(error) = self.send(&goodbye)
+        {
+            tracing::debug!(%error, "a server was not told that its client ends");
+        }
+        // Fails in a forked child, where nothing may be changed.
+        if let Err(error) = self.agent.forget_peer(&self.server) {
+            tracing::debug!(%error, "the metadata of a server stay loaded");
+        }
+    }
+}
+
+impl fmt::Debug for PageClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PageClient").field("server", &self.server.name()).finish_non_exhaustive()
+    }
+}

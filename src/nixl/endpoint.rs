@@ -1,0 +1,298 @@
+//! The library's side of an agent: its handle, its backends and its messages.
+
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::time::Duration;
+
+use super::library::{AgentConfig, Fault, Library, Owned, Raw};
+use crate::base::process::Process;
+use crate::base::sync::Mutex;
+use crate::error::{Error, IoAction, IoObject, NixlError, Result};
+
+/// The time limit of transfers, unless another one is set.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The longest name of an agent before its random part, and the longest name or value of a parameter, in bytes.
+const NAME_LEN_MAX: usize = 64;
+const PARAM_LEN_MAX: usize = 4096;
+
+/// The settings of an [`Agent`](super::Agent).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AgentOptions {
+    name: String,
+    backends: Vec<Backend>,
+    timeout: Duration,
+}
+
+impl AgentOptions {
+    /// Returns the settings of an agent with a name of up to 64 bytes, the backend [`Backend::ucx`], and a time limit
+    /// of 30 seconds.
+    #[must_use]
+    pub fn new(name: impl Into<String>) -> Self {
+        Self { name: name.into(), backends: vec![Backend::ucx()], timeout: TIMEOUT }
+    }
+
+    /// Sets the backends. Memory is registered with each backend that supports it.
+    #[must_use]
+    pub fn backends(mut self, backends: impl IntoIterator<Item = Backend>) -> Self {
+        self.backends = backends.into_iter().collect();
+        self
+    }
+
+    /// Sets how long a transfer may take. Default: 30 seconds.
+    #[must_use]
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+}
+
+/// A plug-in of the library that moves bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Backend {
+    plugin: String,
+    params: Vec<(String, String)>,
+}
+
+impl Backend {
+    /// Returns the backend between processes and hosts. UCX selects shared memory, TCP or RDMA, as its variables permit
+    /// (`UCX_TLS`, `UCX_NET_DEVICES`).
+    #[must_use]
+    pub fn ucx() -> Self {
+        Self::plugin("UCX")
+    }
+
+    /// Returns the backend between memory and files of this host.
+    #[must_use]
+    pub fn posix() -> Self {
+        Self::plugin("POSIX")
+    }
+
+    /// Returns the backend of another plug-in.
+    #[must_use]
+    pub fn plugin(name: impl Into<String>) -> Self {
+        Self { plugin: name.into(), params: Vec::new() }
+    }
+
+    /// Sets a parameter of the plug-in. The library ignores parameters that the plug-in does not know.
+    #[must_use]
+    pub fn param(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
+        self.params.push((name.into(), value.into()));
+        self
+    }
+}
+
+/// The parts of an agent, which is destroyed on drop.
+pub(super) struct Endpoint {
+    library: &'static Library,
+    name: String,
+    raw: RawAgent,
+    opener: Process,
+    timeout: Duration,
+    /// Notifications that were received and not yet returned.
+    inbox: Mutex<Vec<Notification>>,
+}
+
+/// A handle of the library's agent.
+struct RawAgent(Raw);
+
+// SAFETY: the library accepts calls of an agent with strict synchronization on any thread.
+unsafe impl Send for RawAgent {}
+// SAFETY: the same.
+unsafe impl Sync for RawAgent {}
+
+/// Another agent, whose metadata were loaded. Returned by [`Agent::load_peer`](super::Agent::load_peer).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    pub(super) name: String,
+    pub(super) raw_name: CString,
+}
+
+impl Peer {
+    /// Returns the name of the peer's agent.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn raw_name(&self) -> &CStr {
+        &self.raw_name
+    }
+}
+
+/// A message from a peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Notification {
+    /// The name of the agent that sent the message.
+    pub peer: String,
+    /// The message.
+    pub bytes: Vec<u8>,
+}
+
+impl Endpoint {
+    /// Creates an agent and its backends.
+    ///
+    /// # Errors
+    /// `InvalidName`, `Failed`; errors of the system.
+    pub fn create(library: &'static Library, options: &AgentOptions) -> Result<Self> {
+        let AgentOptions { name, backends, timeout } = options;
+        checked("agent name", name, NAME_LEN_MAX)?;
+        // Two agents with the same name cannot reach each other, and a peer takes a restarted agent with its previous
+        // name for the previous one.
+        let name = format!("{name}-{:016x}", random()?);
+        let raw_name = checked("agent name", &name, usize::MAX)?;
+        let config = AgentConfig::shared();
+        let mut raw: Raw = std::ptr::null_mut();
+        // SAFETY: the pointers are to live values.
+        unsafe { library.create_agent(raw_name.as_ptr(), &config, &mut raw) }
+            .map_err(|fault| fault.of_agent(&name))?;
+        let inner = Self {
+            library,
+            name,
+            raw: RawAgent(raw),
+            opener: Process::current(),
+            timeout: *timeout,
+            inbox: Mutex::default(),
+        };
+        for backend in backends {
+            inner.add(backend)?;
+        }
+        Ok(inner)
+    }
+
+    pub fn library(&self) -> &'static Library {
+        self.library
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Returns the handle for a call of the library.
+    ///
+    /// # Errors
+    /// `Forked`.
+    pub fn raw(&self) -> Result<Raw> {
+        self.opener.check().map(|()| self.raw.0)
+    }
+
+    /// Returns the error for a call of this agent.
+    pub fn failed(&self, fault: Fault) -> Error {
+        fault.of_agent(&self.name).into()
+    }
+
+    /// Adds a backend.
+    fn add(&self, backend: &Backend) -> Result<()> {
+        let library = self.library;
+        let failed = |fault| self.failed(fault);
+        // SAFETY: the pointer is to a live handle.
+        let create = |params: *mut Raw| unsafe { library.create_params(params) };
+        let params = Owned::create(library, create, Library::destroy_params).map_err(failed)?;
+        for (key, value) in &backend.params {
+            let key = checked("parameter name", key, PARAM_LEN_MAX)?;
+            let value = checked("parameter value", value, PARAM_LEN_MAX)?;
+            // SAFETY: the parameters are live, and the strings end with a zero byte.
+            unsafe { library.add_param(params.raw(), key.as_ptr(), value.as_ptr()) }.map_err(failed)?;
+        }
+        let plugin = checked("plug-in name", &backend.plugin, NAME_LEN_MAX)?;
+        let agent = self.raw()?;
+        let params = params.raw();
+        let create =
+            // SAFETY: the agent and the parameters are live, and the name ends with a zero byte.
+            |backend: *mut Raw| unsafe { library.create_backend(agent, plugin.as_ptr(), params, backend) };
+        // Only the handle is freed here. The backend belongs to the agent.
+        Owned::create(library, create, Library::destroy_backend).map_err(failed)?;
+        Ok(())
+    }
+
+    /// Returns the notifications that have arrived and that `select` accepts. The others stay in the inbox.
+    pub fn take(&self, select: impl Fn(&Notification) -> bool) -> Result<Vec<Notification>> {
+        self.receive()?;
+        Ok(self.inbox.lock().extract_if(.., |message| select(message)).collect())
+    }
+
+    /// Moves the notifications that have arrived to the inbox.
+    fn receive(&self) -> Result<()> {
+        let (library, agent) = (self.library, self.raw()?);
+        let failed = |fault| self.failed(fault);
+        // SAFETY: the pointer is to a live handle.
+        let create = |map: *mut Raw| unsafe { library.create_notifications(map) };
+        let owned = Owned::create(library, create, Library::destroy_notifications).map_err(failed)?;
+        let map = owned.raw();
+        // SAFETY: the agent and the map are live.
+        unsafe { library.take_notifications(agent, map, std::ptr::null_mut()) }.map_err(failed)?;
+        let mut senders = 0;
+        // SAFETY: the map is live, and the pointer is to a live number.
+        unsafe { library.count_senders(map, &mut senders) }.map_err(failed)?;
+        for sender in 0..senders {
+            let mut name: *const c_char = std::ptr::null();
+            // SAFETY: the map is live, and the index is below its length.
+            unsafe { library.sender_at(map, sender, &mut name) }.map_err(failed)?;
+            let mut count = 0;
+            // SAFETY: the map is live, and the name is one of its own.
+            unsafe { library.count_notifications(map, name, &mut count) }.map_err(failed)?;
+            // SAFETY: the name ends with a zero byte and lives as long as the map.
+            let peer = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+            for index in 0..count {
+                let (mut data, mut len): (*const c_void, usize) = (std::ptr::null(), 0);
+                // SAFETY: the map is live, the name is one of its own, and the index is below the count.
+                unsafe { library.notification_at(map, name, index, &mut data, &mut len) }.map_err(failed)?;
+                let bytes = if len == 0 {
+                    Vec::new()
+                } else {
+                    // SAFETY: the message has this length and lives as long as the map.
+                    unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len) }.to_vec()
+                };
+                self.inbox.lock().push(Notification { peer: peer.clone(), bytes });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        // A forked child must not use the parent's agent in any way.
+        let Ok(raw) = self.raw() else { return };
+        // SAFETY: no registration and no transfer of the agent is left, except those that were leaked, and the handle is
+        // not used again.
+        if let Err(fault) = unsafe { self.library.destroy_agent(raw) } {
+            let error = self.failed(fault);
+            tracing::warn!(%error, "an agent was not destroyed");
+        }
+    }
+}
+
+/// An allocation of the library, which the caller frees.
+pub(super) struct Allocated(pub Raw);
+
+impl Drop for Allocated {
+    fn drop(&mut self) {
+        // SAFETY: the library allocated the memory with `malloc` for its caller.
+        unsafe { libc::free(self.0) };
+    }
+}
+
+/// Returns a text for the library.
+///
+/// # Errors
+/// `InvalidName`.
+fn checked(what: &'static str, text: &str, limit: usize) -> Result<CString> {
+    let invalid = || NixlError::InvalidName { what, found: text.to_owned(), limit };
+    let is_invalid = text.is_empty() || text.len() > limit;
+    let checked = CString::new(text).ok().filter(|_| !is_invalid);
+    Ok(checked.ok_or_else(invalid)?)
+}
+
+/// Returns a random number.
+pub(super) fn random() -> Result<u64> {
+    let mut bytes = [0; 8];
+    // The system returns so few bytes at once.
+    rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty())
+        .map_err(|errno| Error::system(IoAction::Draw, IoObject::Randomness, errno.into()))?;
+    Ok(u64::from_le_bytes(bytes))
+}

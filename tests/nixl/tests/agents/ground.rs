@@ -1,0 +1,149 @@
+//! The simulated driver and the simulated library.
+
+use std::ffi::CString;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::time::Duration;
+
+use libloading::{Library, Symbol};
+use remanent::nixl::{Agent, AgentOptions, Backend, Nixl, NixlError, Peer, Region, RemoteRegion};
+use remanent::options::SnapshotSchedule;
+use remanent::{DeviceChoice, Error, Options, PageId, Place, Store};
+
+/// The libraries of the tests.
+pub struct Ground {
+    pub nixl: Nixl,
+    library: Library,
+    _driver: Library,
+}
+
+impl Ground {
+    /// Returns the libraries and exclusive use of them.
+    pub fn get() -> (&'static Self, MutexGuard<'static, ()>) {
+        static GROUND: OnceLock<Ground> = OnceLock::new();
+        static TURN: Mutex<()> = Mutex::new(());
+        // A failed test does not affect the next one, so a poisoned lock is ignored.
+        let turn = TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let ground = GROUND.get_or_init(Self::load);
+        ground.delay(0);
+        ground.flip(0);
+        ground.disarm();
+        (ground, turn)
+    }
+
+    fn load() -> Self {
+        // SAFETY: the library runs nothing when it is loaded.
+        let driver = unsafe { Library::new(built("libfake_cuda.so")) }.expect("the driver of this test");
+        // SAFETY: the same.
+        let library = unsafe { Library::new(built("libfake_nixl.so")) }.expect("the library of this test");
+        let nixl = Nixl::load_from(built("libfake_nixl.so")).expect("all functions");
+        Self { nixl, library, _driver: driver }
+    }
+
+    /// Makes the next call of a function of NIXL fail with `status`.
+    pub fn arm(&self, name: &str, status: i32) {
+        // SAFETY: the signature that the library's `faults.rs` gives it.
+        let arm: Symbol<unsafe extern "C" fn(*const i8, u64, i32)> = unsafe { self.own(b"fake_nixl_arm") };
+        let name = CString::new(name).unwrap();
+        // SAFETY: the pointer is to a live string.
+        unsafe { arm(name.as_ptr().cast(), 1, status) };
+    }
+
+    /// Disarms the fault; returns whether a call failed with it.
+    pub fn disarm(&self) -> bool {
+        // SAFETY: the same.
+        let disarm: Symbol<extern "C" fn() -> u32> = unsafe { self.own(b"fake_nixl_disarm") };
+        disarm() == 0
+    }
+
+    /// Keeps transfers in flight for a number of status calls; `u64::MAX` for ever.
+    pub fn delay(&self, calls: u64) {
+        // SAFETY: the same.
+        let delay: Symbol<extern "C" fn(u64)> = unsafe { self.own(b"fake_nixl_delay") };
+        delay(calls);
+    }
+
+    /// Flips a bit in each of the next transfers.
+    pub fn flip(&self, transfers: u64) {
+        // SAFETY: the same.
+        let flip: Symbol<extern "C" fn(u64)> = unsafe { self.own(b"fake_nixl_flip") };
+        flip(transfers);
+    }
+
+    /// Returns the number of the library's objects that were not freed.
+    pub fn alive(&self) -> u64 {
+        // SAFETY: the same.
+        let alive: Symbol<extern "C" fn() -> u64> = unsafe { self.own(b"fake_nixl_alive") };
+        alive()
+    }
+
+    /// Looks up a function of the simulated library.
+    ///
+    /// # Safety
+    /// The function has the signature `F`.
+    unsafe fn own<F>(&self, name: &[u8]) -> Symbol<'_, F> {
+        // SAFETY: passed on.
+        unsafe { self.library.get(name) }.expect("a function of the library")
+    }
+
+    pub fn agent(&self, name: &str) -> Agent {
+        self.nixl.agent(&settings(name)).unwrap()
+    }
+}
+
+/// Returns the settings of an agent whose transfers are given up after a short time.
+pub fn settings(name: &str) -> AgentOptions {
+    AgentOptions::new(name)
+        .backends([Backend::ucx(), Backend::posix().param("use_uring", "true")])
+        .timeout(Duration::from_millis(50))
+}
+
+/// Makes two agents know each other, and returns them as each other's peers.
+pub fn meet(one: &Agent, other: &Agent) -> (Peer, Peer) {
+    let of_other = one.load_peer(&other.metadata().unwrap()).unwrap();
+    (other.load_peer(&one.metadata().unwrap()).unwrap(), of_other)
+}
+
+/// Sends a region's description as bytes.
+pub fn sent<M: remanent::nixl::Memory>(region: &Region<M>) -> RemoteRegion {
+    RemoteRegion::from_bytes(&region.describe().to_bytes()).unwrap()
+}
+
+/// Returns the failure of NIXL.
+pub fn failure<T: std::fmt::Debug>(result: remanent::Result<T>) -> NixlError {
+    match result {
+        Err(Error::Nixl(error)) => *error,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Opens a temporary store without background snapshots.
+pub fn store(device: DeviceChoice) -> Store {
+    let schedule = SnapshotSchedule::new().log_bytes(None).interval(None);
+    Options::new().snapshots(schedule).device(device).open_temporary().unwrap()
+}
+
+/// Creates a page with these bytes.
+pub fn page(store: &Store, bytes: &[u8], place: Place) -> PageId {
+    let mut batch = store.batch();
+    batch.create_from(bytes.to_vec(), place);
+    store.commit(batch).unwrap().pages[0]
+}
+
+/// Returns bytes that differ by their position and a seed.
+pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed | 1;
+    let next = |state: &mut u64| {
+        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (*state >> 56) as u8
+    };
+    (0..len).map(|_| next(&mut state)).collect()
+}
+
+/// Returns the path of a library that cargo built: next to the test binary, or one folder up.
+pub fn built(name: &str) -> PathBuf {
+    let test = std::env::current_exe().expect("a test knows where it is");
+    let folders: Vec<&Path> = test.ancestors().skip(1).take(2).collect();
+    let found = folders.iter().map(|folder| folder.join(name)).find(|path| path.exists());
+    found.unwrap_or_else(|| panic!("{name} is in none of {folders:?}"))
+}

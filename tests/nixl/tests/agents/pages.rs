@@ -1,0 +1,254 @@
+//! Pages that a server sends to clients, on the simulated library.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use remanent::nixl::{Agent, AgentOptions, NixlError, PageClient, PageServer};
+use remanent::{DeviceChoice, Epoch, Error, Key, PageId, Place, Store};
+
+use crate::ground::{Ground, failure, page, pattern, settings, store};
+
+/// The time limit of calls that are not expected to fail.
+const PATIENCE: Duration = Duration::from_secs(60);
+const ROOM: u64 = 8192;
+
+fn patient(ground: &Ground, name: &str) -> Agent {
+    ground.nixl.agent(&AgentOptions::new(name).timeout(PATIENCE)).unwrap()
+}
+
+/// Runs `work` with a client while a server of the store answers. `between` runs between two calls of the server, with
+/// the number of pages that were sent in the last one.
+fn with_server<T>(
+    ground: &Ground,
+    store: &Store,
+    mut between: impl FnMut(u64) + Send,
+    work: impl FnOnce(&mut PageClient) -> T,
+) -> T {
+    let agent = patient(ground, "server");
+    let metadata = agent.metadata().unwrap();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let server = scope.spawn(|| {
+            let mut server = PageServer::new(agent, store);
+            while !is_over.load(Ordering::SeqCst) {
+                between(server.serve(Duration::ZERO).unwrap());
+                std::thread::yield_now();
+            }
+            // The client has ended.
+            server.serve(Duration::ZERO).unwrap();
+            format!("{server:?}")
+        });
+        /// Ends the server, also if the work panics.
+        struct End<'b>(&'b AtomicBool);
+        impl Drop for End<'_> {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::SeqCst);
+            }
+        }
+        let end = End(&is_over);
+        let mut client = PageClient::connect(patient(ground, "client"), &metadata, ROOM).unwrap();
+        let done = work(&mut client);
+        drop(client);
+        drop(end);
+        let server = server.join().unwrap();
+        assert!(server.contains("clients: 0"), "the client that ended is forgotten: {server}");
+        done
+    })
+}
+
+#[test]
+fn fetched_pages_have_the_bytes_and_epoch_of_the_store() {
+    let (ground, _turn) = Ground::get();
+    for (device, places) in [
+        (DeviceChoice::Host, vec![Place::Host, Place::Disk]),
+        (DeviceChoice::Cuda(0), vec![Place::Device(0), Place::Pinned, Place::Host]),
+    ] {
+        for calls in [0, 2] {
+            ground.delay(calls);
+            let store = store(device);
+            let lens = [0, 1, 4096, ROOM as usize];
+            let pages: Vec<(PageId, Vec<u8>)> = places
+                .iter()
+                .flat_map(|place| lens.map(|len| (place, pattern(len, len as u64))))
+                .map(|(place, bytes)| (page(&store, &bytes, *place), bytes))
+                .collect();
+            let key = Key::new("named").unwrap();
+            let (named, _) = store.put(&key, b"first", Place::Host).unwrap();
+            store.put(&key, b"second", Place::Host).unwrap();
+            let pinned = store.pin(pages[1].0);
+            with_server(
+                ground,
+                &store,
+                |_| {},
+                |client| {
+                    let mut fetched = vec![None; pages.len()];
+                    let ids: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
+                    client.fetch_many(&ids, |index, page| fetched[index] = Some(page)).unwrap();
+                    for ((page, bytes), fetched) in pages.iter().zip(fetched) {
+                        let fetched = fetched.expect("a page that exists");
+                        let info = store.page(*page).unwrap();
+                        assert_eq!((fetched.page, fetched.epoch, fetched.lsn), (*page, info.epoch, info.lsn));
+                        assert_eq!(fetched.bytes, *bytes, "{info:?}");
+                    }
+                    let by_key = client.fetch_key("named").unwrap().unwrap();
+                    assert_eq!((by_key.page, &*by_key.bytes), (named, &b"second"[..]));
+                    assert_eq!(by_key.epoch, store.page(named).unwrap().epoch);
+                    assert_eq!(client.fetch_key("nameless").unwrap(), None);
+                    let missing = client.fetch(PageId(999));
+                    assert!(matches!(missing, Err(Error::UnknownPage { page: PageId(999) })), "{missing:?}");
+                },
+            );
+            drop(pinned);
+        }
+    }
+}
+
+#[test]
+fn page_without_room_is_refused_with_its_length() {
+    let (ground, _turn) = Ground::get();
+    let store = store(DeviceChoice::Host);
+    let long = page(&store, &pattern(ROOM as usize + 1, 1), Place::Host);
+    with_server(
+        ground,
+        &store,
+        |_| {},
+        |client| {
+            let error = failure(client.fetch(long));
+            assert!(matches!(error, NixlError::Refused { .. }));
+            assert!(
+                error.to_string().contains("it has 8193 bytes, and the client has room for 8192"),
+                "{error}"
+            );
+            let short = page(&store, b"short", Place::Host);
+            assert_eq!(client.fetch(short).unwrap().bytes, b"short", "the client continues");
+        },
+    );
+}
+
+#[test]
+fn damaged_page_is_fetched_again_and_then_reported() {
+    let (ground, _turn) = Ground::get();
+    let store = store(DeviceChoice::Host);
+    let bytes = pattern(4096, 5);
+    let id = page(&store, &bytes, Place::Host);
+    with_server(
+        ground,
+        &store,
+        |_| {},
+        |client| {
+            for flips in [1, 2] {
+                ground.flip(flips);
+                assert_eq!(client.fetch(id).unwrap().bytes, bytes);
+            }
+            ground.flip(3);
+            let error = failure(client.fetch(id));
+            assert!(matches!(error, NixlError::Corrupted { page, attempts: 3, .. } if page == id), "{error}");
+            assert_eq!(client.fetch(id).unwrap().bytes, bytes);
+        },
+    );
+}
+
+/// Sets the bytes of both pages in one batch.
+fn set(store: &Store, pages: [PageId; 2], bytes: &[u8]) {
+    let mut batch = store.batch();
+    pages.into_iter().for_each(|page| {
+        batch.write(page, 0, bytes);
+    });
+    store.commit(batch).unwrap();
+}
+
+#[test]
+fn page_that_changes_meanwhile_is_fetched_again() {
+    let (ground, _turn) = Ground::get();
+    let store = store(DeviceChoice::Host);
+    let pages = [page(&store, b"old!", Place::Host), page(&store, b"old!", Place::Host)];
+    let mut changes = 0;
+    let change = |sent| {
+        if sent > 0 && changes < 3 {
+            changes += 1;
+            set(&store, pages, format!("new{changes}").as_bytes());
+        }
+    };
+    let (lsn, fetched) = with_server(ground, &store, change, |client| client.fetch_state(&pages).unwrap());
+    assert_eq!(changes, 3);
+    assert_eq!(lsn, store.lsn());
+    for (fetched, page) in fetched.iter().zip(pages) {
+        assert_eq!((fetched.page, fetched.epoch, &*fetched.bytes), (page, Epoch(4), &b"new3"[..]));
+    }
+}
+
+#[test]
+fn pages_that_change_without_end_are_reported() {
+    let (ground, _turn) = Ground::get();
+    let store = store(DeviceChoice::Host);
+    let pages = [page(&store, b"old!", Place::Host), page(&store, b"old!", Place::Host)];
+    let change = |sent| {
+        if sent > 0 {
+            set(&store, pages, b"new!");
+        }
+    };
+    with_server(ground, &store, change, |client| {
+        let error = failure(client.fetch_state(&pages));
+        assert!(matches!(error, NixlError::Unsettled { rounds: 16, .. }), "{error}");
+        let deleted = client.fetch_state(&[PageId(999)]);
+        assert!(matches!(deleted, Err(Error::UnknownPage { .. })), "{deleted:?}");
+    });
+}
+
+#[test]
+fn silent_server_is_given_up_and_its_late_bytes_harm_nothing() {
+    let (ground, _turn) = Ground::get();
+    let store = store(DeviceChoice::Host);
+    let id = page(&store, &pattern(4096, 6), Place::Host);
+    let agent = patient(ground, "server");
+    let metadata = agent.metadata().unwrap();
+    let client_agent = || ground.nixl.agent(&settings("client")).unwrap();
+    let silent = failure(PageClient::connect(client_agent(), &metadata, ROOM));
+    assert!(matches!(silent, NixlError::TimedOut { .. }), "{silent}");
+
+    let mut server = PageServer::new(agent, &store);
+    std::thread::scope(|scope| {
+        let connecting = scope.spawn(|| {
+            let agent = ground.nixl.agent(&AgentOptions::new("client").timeout(Duration::from_millis(500)));
+            PageClient::connect(agent.unwrap(), &metadata, ROOM).unwrap()
+        });
+        while !connecting.is_finished() {
+            server.serve(Duration::ZERO).unwrap();
+            std::thread::yield_now();
+        }
+        let mut client = connecting.join().unwrap();
+        assert!(matches!(failure(client.fetch(id)), NixlError::TimedOut { .. }));
+        assert!(matches!(failure(client.fetch(id)), NixlError::Lost { .. }));
+        drop(client);
+    });
+    // The buffer is still registered, so the page can be written to it.
+    assert_eq!(server.serve(Duration::ZERO).unwrap(), 1);
+}
+
+#[test]
+fn client_whose_transfer_fails_is_forgotten_and_can_come_back() {
+    let (ground, _turn) = Ground::get();
+    let store = store(DeviceChoice::Host);
+    let id = page(&store, b"page", Place::Host);
+    let agent = patient(ground, "server");
+    let metadata = agent.metadata().unwrap();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut server = PageServer::new(agent, &store);
+            while !is_over.load(Ordering::SeqCst) {
+                server.serve(Duration::from_millis(1)).unwrap();
+            }
+        });
+        let options = AgentOptions::new("client").timeout(Duration::from_secs(2));
+        let connect = || PageClient::connect(ground.nixl.agent(&options).unwrap(), &metadata, ROOM).unwrap();
+        let mut client = connect();
+        ground.arm("nixl_capi_post_xfer_req", -2);
+        let error = failure(client.fetch(id));
+        is_over.store(!matches!(error, NixlError::TimedOut { .. }), Ordering::SeqCst);
+        let again = connect().fetch(id).map(|page| page.bytes);
+        is_over.store(true, Ordering::SeqCst);
+        assert!(ground.disarm() && matches!(error, NixlError::TimedOut { .. }), "{error}");
+        assert_eq!(again.unwrap(), b"page");
+    });
+}
