@@ -217,10 +217,10 @@ class Replicas:
 
         mine, of_first = self.in_step("copy a tensor", copied)
         dist.broadcast(of_first, self._members[0], self._group)
-        found = self.in_step("compare a tensor",
-                             lambda: _differing(mine, of_first.to(mine.device), own.element_size()))
+        differing = self.in_step("compare a tensor",
+                                 lambda: _differing(mine, of_first.to(mine.device), own.element_size()))
         with self._step("compare the elements"):
-            told = self._ranks.gather(found)
+            told = self._ranks.gather(differing)
         return Divergence(name, list(groups.values()), [count for count, _ in told],
                           min((at for _, at in told if at is not None), default=None))
 
@@ -241,9 +241,9 @@ def checksums_of(memory: Sequence[torch.Tensor]) -> list[int]:
             _synchronize(device)
             found = _native.gpu_checksums([memory[at] for at in places], device_name(device))
         else:
-            found = [zlib.crc32(memory[at].cpu().numpy()) for at in places]
-        for at, each in zip(places, found, strict=True):
-            sums[at] = each
+            found = [zlib.crc32(memoryview(memory[at].cpu().numpy())) for at in places]
+        for at, checksum in zip(places, found, strict=True):
+            sums[at] = checksum
     return sums
 
 
