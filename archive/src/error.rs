@@ -1,6 +1,6 @@
 //! Errors of the protocol. Each states what was found and the remedy.
 
-use remanent_format::StoreId;
+use remanent_format::{SnapshotId, StoreId};
 
 use crate::bucket::BucketError;
 use crate::object::{BatchPoint, Defect, Kind, ObjectDefect, ObjectKey};
@@ -115,6 +115,16 @@ pub enum Error {
         end: u64,
         /// Last archived Lsn.
         archived: u64,
+    },
+    /// A named snapshot is older than the newest one in the archive. They are archived in order.
+    #[error(
+        "snapshot {snapshot} is not newer than the newest named snapshot of the archive, {newest}; take a new one"
+    )]
+    NotNewer {
+        /// Number of the snapshot.
+        snapshot: SnapshotId,
+        /// Number of the newest named snapshot of the archive.
+        newest: SnapshotId,
     },
     /// The runs from which a snapshot needs the log are not in the archive.
     #[error("the archive does not contain the log from lsn {redo} on; archive a newer snapshot")]

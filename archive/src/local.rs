@@ -48,6 +48,12 @@ pub trait LocalStore {
     /// Returns the random number of this open. It becomes part of the keys of data objects.
     fn random(&self) -> u64;
 
+    /// Returns whether the store is archived while it is open. A restored directory must then not be opened without its
+    /// archive (rule 25).
+    fn is_open(&self) -> bool {
+        false
+    }
+
     /// Returns the newest batch.
     fn newest(&self) -> BatchPoint;
 

@@ -3,12 +3,12 @@
 //! [`push`] archives a store that no process has open. [`restore`] writes a directory that the engine opens, and that
 //! continues the archive.
 
-use remanent_format::{Damage, SnapshotId};
+use remanent_format::{Damage, Lsn, SnapshotId};
 
 use crate::bucket::Bucket;
 use crate::directory::{ArchivedDirectory, RestoreTarget};
 use crate::error::{Error, Result};
-use crate::line::{Archive, Line, Nonces, Pruned, RestoredEnd, SnapshotParts, Takeover};
+use crate::line::{Archive, Line, NamedParts, Nonces, Pruned, RestoredEnd, SnapshotParts, Takeover};
 use crate::local::FenceRecord;
 use crate::object::BatchPoint;
 
@@ -27,14 +27,16 @@ pub struct Pushed {
     pub runs: u64,
     /// The snapshot that was archived, or `None` if there was no new one.
     pub snapshot: Option<SnapshotId>,
+    /// Number of named snapshots that were archived.
+    pub named: u64,
     /// Snapshots that were skipped because an image or a manifest is damaged.
     pub damaged: Vec<Damage>,
     /// The boundary over the new snapshot, and what was deleted.
     pub pruned: Pruned,
 }
 
-/// Archives the batches of a directory that are not archived yet, and its newest snapshot. A boundary is appended over the
-/// new snapshot, and the objects below the boundary before it are deleted.
+/// Archives the batches of a directory that are not archived yet, its newest snapshot and its named snapshots. A boundary is
+/// appended over the new snapshot, and the objects below the boundary before it are deleted.
 ///
 /// A push that failed or was interrupted is repeated by the next push.
 ///
@@ -56,19 +58,34 @@ pub async fn push<B: Bucket, N: Nonces>(
         term: None,
         runs: 0,
         snapshot: None,
+        named: 0,
         damaged: Vec::new(),
         pruned: Pruned::Nothing,
     };
     let snapshot = newest_snapshot(&line, directory, &mut damaged)?;
-    let is_complete = snapshot.is_none() && directory.proven().lsn <= line.archived().lsn;
+    let newest_named = line.catalog().last().map(|kept| kept.snapshot);
+    let names = Names {
+        new: directory.new_named(newest_named, &mut damaged)?,
+        given_up: directory.name_changes(line.catalog()).given_up,
+    };
+    let is_complete = snapshot.is_none()
+        && directory.proven().lsn <= line.archived().lsn
+        && names.new.is_empty()
+        && names.given_up.is_empty();
     if line.is_empty() || !is_complete {
         line.fence(directory, takeover).await?;
         pushed.term = line.term();
-        append(&mut line, directory, snapshot, &mut pushed).await?;
+        append(&mut line, directory, snapshot, &names, &mut pushed).await?;
         pushed.archived = line.archived();
     }
     pushed.damaged = damaged;
     Ok(pushed)
+}
+
+/// Named snapshots that the archive lacks, and those that the directory gave up.
+struct Names {
+    new: Vec<NamedParts>,
+    given_up: Vec<SnapshotId>,
 }
 
 /// Returns the newest snapshot if the archive does not contain it.
@@ -97,6 +114,7 @@ async fn append<B: Bucket, N: Nonces>(
     line: &mut Line<'_, B, N>,
     directory: &ArchivedDirectory,
     snapshot: Option<SnapshotParts>,
+    names: &Names,
     pushed: &mut Pushed,
 ) -> Result<()> {
     let after_gap = snapshot.as_ref().filter(|snapshot| snapshot.follows_gap);
@@ -106,19 +124,27 @@ async fn append<B: Bucket, N: Nonces>(
     while line.append_run(directory).await?.is_some() {
         pushed.runs += 1;
     }
+    line.append_catalog(directory, &names.given_up, None).await?;
+    for new in &names.new {
+        line.upload_ahead(directory, &line.missing_parts(&new.parts)).await?;
+        line.append_catalog(directory, &[], Some(new)).await?;
+        pushed.named += 1;
+    }
+    directory.record_named(&directory.name_changes(line.catalog()).common)?;
     let Some(snapshot) = snapshot else { return Ok(()) };
     if !snapshot.follows_gap {
+        line.upload_ahead(directory, &line.missing_parts(&snapshot.parts)).await?;
         line.append_manifest(directory, &snapshot).await?;
     }
     pushed.snapshot = Some(snapshot.snapshot);
     // Rule 18: every part is read back before anything is deleted for it.
     if let Some(verified) = line.verify_manifest().await? {
-        pushed.pruned = line.prune(verified, Vec::new()).await?;
+        pushed.pruned = line.prune(verified).await?;
     }
     Ok(())
 }
 
-/// Restores the end of an archive into a directory, which then continues the archive: every other directory of the store
+/// Restores the end of an archive and its named snapshots into a directory, which then continues the archive: every other directory of the store
 /// is refused from now on.
 ///
 /// A restore that failed or was interrupted leaves a directory that the engine refuses. The next restore begins again.
@@ -143,7 +169,48 @@ pub async fn restore<B: Bucket, N: Nonces>(
         let mut state = target.begin()?;
         match line.read_state(&mut state).await {
             Ok(end) => {
-                state.finish(&end, claim)?;
+                state.finish(&end, Some(claim))?;
+                return Ok(end);
+            }
+            Err(Error::Overtaken { .. }) => line.find().await?,
+            Err(error) => return Err(error),
+        }
+    }
+    Err(Error::Overtaken { position: line.start() })
+}
+
+/// Copies an earlier state of an archive into a directory, with the batches after it in the same run, and with the named
+/// snapshots up to it. If no kept manifest precedes the batch `at`, or if `at` is `None`, copies the end and all named
+/// snapshots. The archive is not changed, and the directory must not continue it: the caller makes a store of its own from
+/// it, with another id.
+///
+/// # Errors
+/// Returns the errors of [`restore`].
+pub async fn copy<B: Bucket, N: Nonces>(
+    archive: Archive<'_, B, N>,
+    target: &RestoreTarget,
+    at: Option<Lsn>,
+) -> Result<RestoredEnd> {
+    let mut line = Line::new(archive);
+    line.find().await?;
+    let store = line.store().ok_or(Error::Empty)?;
+    target.record_copy(store)?;
+    for _ in 0..READ_ATTEMPTS {
+        let mut state = target.begin()?;
+        let read = match at.filter(|at| *at < line.archived().lsn) {
+            Some(at) => line.read_state_through(at, &mut state).await,
+            None => line.read_state(&mut state).await,
+        };
+        let read = match read {
+            Err(Error::CutTooOld { .. }) => {
+                state = target.begin()?;
+                line.read_state(&mut state).await
+            }
+            read => read,
+        };
+        match read {
+            Ok(end) => {
+                state.finish(&end, None)?;
                 return Ok(end);
             }
             Err(Error::Overtaken { .. }) => line.find().await?,

@@ -173,7 +173,8 @@ class StorageWriter(_AtPath, storage.StorageWriter):
     def __init__(self, path: _Path, *, overwrite: bool = True, verify: bool = False,
                  **options: Unpack[StoreOptions]) -> None:
         super().__init__()
-        refuse_archive(options)
+        refuse_archive(options, "the file that lists the items of a checkpoint is not in a store, and would be missing",
+                       "copy the directory to another machine, or use remanent.torch.Checkpointer")
         self._go_to(path)
         self._overwrite, self._verify, self._options = overwrite, verify, options
         self.save_id = uuid.uuid4().hex

@@ -55,6 +55,8 @@ fn kind_of(kind: ArchiveErrorKind) -> &'static str {
         ArchiveErrorKind::Damaged => "damaged",
         ArchiveErrorKind::Limit => "limit",
         ArchiveErrorKind::Directory => "directory",
+        ArchiveErrorKind::Unnamed => "unnamed",
+        ArchiveErrorKind::NotGiven => "not given",
         _ => "unknown",
     }
 }

@@ -1,13 +1,14 @@
 //! Snapshots of a store, changes of a page, and restores and forks of earlier states.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use remanent::{Error, Retention, SnapshotOptions, StatePoint, Store};
+use remanent::{Error, Retention, SnapshotId, SnapshotOptions, StatePoint, Store};
 
 use crate::blame::PyValueChange;
-use crate::gate::Gate;
+use crate::gate::{self, Gate};
 use crate::page_name::{PageName, state_point};
 use crate::snapshot::{Pruned, SnapshotInfo};
 
@@ -68,6 +69,21 @@ pub fn snapshot(
 /// Restores all pages and the root to an earlier state. Returns the Lsn of the restoring batch.
 pub fn restore(py: Python<'_>, gate: &Gate, point: &StatePoint) -> PyResult<u64> {
     gate.call(py, |store| store.restore(point).map(|position| position.lsn.0))
+}
+
+/// The longest part of a wait for which a call stays in the store. A close waits for that part.
+const WAIT_PART: Duration = Duration::from_secs(1);
+
+/// Waits until the archive keeps a named snapshot. Returns whether it does.
+pub fn wait_archived(
+    py: Python<'_>,
+    gate: &Gate,
+    snapshot: SnapshotId,
+    timeout: Option<Duration>,
+) -> PyResult<bool> {
+    gate::wait(py, timeout, Some(&gate.path), |slice| {
+        gate.enter()?.wait_archived(snapshot, Some(slice.min(WAIT_PART)))
+    })
 }
 
 /// Creates a store whose history begins at an earlier state, and returns its id.

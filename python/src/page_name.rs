@@ -90,11 +90,16 @@ pub fn state_point(object: &Bound<'_, PyAny>) -> PyResult<StatePoint> {
 
 /// Returns the state of a snapshot, given by its number or its `SnapshotInfo`.
 pub fn snapshot_point(object: &Bound<'_, PyAny>) -> PyResult<StatePoint> {
+    snapshot_id(object).map(StatePoint::Snapshot)
+}
+
+/// Returns the number of a snapshot from an int or a `SnapshotInfo`.
+pub fn snapshot_id(object: &Bound<'_, PyAny>) -> PyResult<remanent::SnapshotId> {
     let id = match object.cast::<crate::snapshot::SnapshotInfo>() {
         Ok(snapshot) => snapshot.get().id,
         Err(_) => arguments::value(object, "snapshot", "the number of a snapshot (int) or a SnapshotInfo")?,
     };
-    Ok(StatePoint::Snapshot(remanent::SnapshotId(id)))
+    Ok(remanent::SnapshotId(id))
 }
 
 pub fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {

@@ -71,6 +71,7 @@ fn archive_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Option<Bound<'
     dict.set_item("archived", archive.archived.0)?;
     dict.set_item("runs", archive.runs)?;
     dict.set_item("snapshots", archive.snapshots)?;
+    dict.set_item("named", archive.named)?;
     dict.set_item("gaps", archive.gaps)?;
     dict.set_item("failures", archive.failures)?;
     dict.set_item("last_failure", archive.last_failure.as_ref().map(ToString::to_string))?;

@@ -38,7 +38,7 @@ use crate::loading::wait_loaded;
 use crate::memory::Input;
 use crate::options::{ack, open, place, width};
 use crate::page_memory::PyPageMemory;
-use crate::page_name::{key, snapshot_point, state_point};
+use crate::page_name::{key, snapshot_id, snapshot_point, state_point};
 use crate::pin::PyPin;
 use crate::placement::move_pages;
 use crate::read_many::{FoundRanges, PyReadMany, fill};
@@ -617,6 +617,31 @@ scrubs={'interval': 86400.0, 'bytes_per_second': 67108864}, archive=None)")]
     /// Returns the kept snapshots, oldest first.
     fn snapshots(&self, py: Python<'_>) -> PyResult<Vec<SnapshotInfo>> {
         self.gate.inspect(py, |store| Ok(store.snapshots().iter().map(SnapshotInfo::from).collect()))
+    }
+
+    /// Waits until the archive keeps a named snapshot. Returns False if this takes more than `timeout` seconds.
+    /// From then on, a store that is restored from the archive contains the snapshot, until its name is given up.
+    ///
+    /// :param snapshot: the number of the snapshot, or its `SnapshotInfo`.
+    /// :raises NoStateError: the snapshot is not kept, or was removed before it was archived.
+    /// :raises ArchiveError: the store has no archive, the archive has ended, or the snapshot has no name or
+    ///     cannot be archived.
+    ///
+    /// >>> import pathlib
+    /// >>> folder = pathlib.Path(directory + "-archive")
+    /// >>> folder.mkdir()
+    /// >>> with remanent.Store(directory, archive={"url": folder.as_uri()}) as store:
+    /// ...     store["k"] = b"v"
+    /// ...     store.wait_archived(store.snapshot("before tuning"))
+    /// True
+    #[pyo3(signature = (snapshot, timeout=None))]
+    fn wait_archived(
+        &self,
+        py: Python<'_>,
+        snapshot: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::timeout)] timeout: Option<f64>,
+    ) -> PyResult<bool> {
+        history::wait_archived(py, &self.gate, snapshot_id(snapshot)?, seconds(timeout)?)
     }
 
     /// Restores all pages and the root to an earlier state. The restore is one more batch, whose Lsn is

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use remanent_archive::remote::{RemoteBucket, RemoteOptions};
+use remanent_format::FileName;
 
 use super::failures::error_of_open;
 use super::uploader::{self, OpenedStore, UploaderStart};
@@ -14,6 +15,7 @@ use crate::engine::Engine;
 use crate::error::{ArchiveError, ArchiveErrorKind, Error, Result};
 use crate::log::ArchiveProgress;
 use crate::options::ArchiveOptions;
+use crate::recovery::RecoveryReport;
 use crate::snapshot::Snapshots;
 
 /// Number of attempts of one request. The uploader itself tries again later.
@@ -90,10 +92,25 @@ impl CheckedArchive {
     ///
     /// # Errors
     /// [`Error::Archive`].
-    pub fn connect(self, engine: Arc<Engine>, snapshots: Arc<Snapshots>) -> Result<Archiver> {
+    pub fn connect(
+        self,
+        engine: Arc<Engine>,
+        snapshots: Arc<Snapshots>,
+        recovered: &RecoveryReport,
+    ) -> Result<Archiver> {
+        let lost = recovered.harmless.iter().any(|damage| matches!(damage.file, FileName::Manifest(_)));
+        let opened =
+            OpenedStore { engine: engine.clone(), snapshots: snapshots.clone(), has_lost_snapshots: lost };
         // If the thread has ended, so has the channel of its answers.
-        let _ = self.opened.send(OpenedStore { engine: engine.clone(), snapshots: snapshots.clone() });
+        let _ = self.opened.send(opened);
         self.answer()?;
+        let watching = engine.clone();
+        snapshots.catalog.watch(Box::new(move || {
+            if let Some(archive) = &watching.archive {
+                archive.note_snapshots();
+                watching.log.wake_archiver();
+            }
+        }));
         Ok(Archiver { thread: self.thread, engine, snapshots })
     }
 

@@ -1,5 +1,6 @@
 //! The thread that archives a store.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -7,7 +8,9 @@ use std::time::Duration;
 
 use remanent_archive::Error as Failure;
 use remanent_archive::directory::{ArchivedDirectory, WriterLock};
-use remanent_archive::line::{Appended, Archive, Line, Pruned, SnapshotParts, SystemNonces, Takeover, probe};
+use remanent_archive::line::{
+    Appended, Archive, Line, Pruned, SnapshotParts, SystemNonces, Takeover, UPLOADS_MAX, probe,
+};
 use remanent_archive::local::LocalStore;
 use remanent_archive::object::Kind;
 use remanent_archive::remote::RemoteBucket;
@@ -25,12 +28,14 @@ use crate::snapshot::Snapshots;
 
 /// Number of runs after which a snapshot is archived (rule 21 of the archive's design).
 const RUNS_MAX: u64 = 1024;
-/// Number of bytes of log after which a snapshot is archived.
+/// Number of bytes of log, or of parts of files, after which a snapshot is archived.
 const RUN_BYTES_MAX: u64 = 1 << 30;
 /// Pause after a failed attempt. The bucket's own attempts have paused before.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// Pause after a snapshot for the archive could not be taken.
 const SNAPSHOT_AGAIN_AFTER: Duration = Duration::from_secs(10);
+/// The shortest time between two hints.
+const HINT_EVERY: Duration = Duration::from_secs(10);
 /// The time for which a close archives what is left.
 const CLOSE_MAX: Duration = Duration::from_secs(30);
 
@@ -44,6 +49,8 @@ impl WriterLock for LockedByEngine {}
 pub(super) struct OpenedStore {
     pub engine: Arc<Engine>,
     pub snapshots: Arc<Snapshots>,
+    /// Whether the open found that snapshots are missing or damaged.
+    pub has_lost_snapshots: bool,
 }
 
 /// What the thread is started with.
@@ -85,7 +92,7 @@ pub(super) fn run(start: UploaderStart<'_>) {
         return;
     }
     // The open failed for another reason.
-    let Ok(OpenedStore { engine, snapshots }) = opened.recv() else { return };
+    let Ok(OpenedStore { engine, snapshots, has_lost_snapshots }) = opened.recv() else { return };
     let directory = match directory.map_or_else(|| read_directory(path), Ok) {
         Ok(directory) => directory,
         Err(error) => {
@@ -106,10 +113,16 @@ pub(super) fn run(start: UploaderStart<'_>) {
         is_found,
         runs: 0,
         bytes_before: 0,
+        uploaded_before: 0,
+        listed_before: 0,
         bytes_archived: 0,
+        has_lost_snapshots,
+        failed_names: BTreeMap::new(),
         snapshot: None,
         snapshot_after: Instant::now(),
         late_at: None,
+        hint: 0,
+        hint_after: Instant::now(),
     };
     // Held before the first snapshot of this open can remove log.
     uploader.renew_hold();
@@ -167,20 +180,20 @@ fn open_directory(path: &Path) -> io::Result<Option<ArchivedDirectory>> {
 }
 
 fn read_directory(path: &Path) -> io::Result<ArchivedDirectory> {
-    ArchivedDirectory::open(path, Box::new(LockedByEngine))
+    ArchivedDirectory::open(path, Box::new(LockedByEngine)).map(ArchivedDirectory::of_open_store)
 }
 
 /// The thread's state.
-struct Uploader<'a> {
-    options: &'a ArchiveOptions,
-    bucket: &'a RemoteBucket,
-    progress: &'a ArchiveProgress,
-    line: StoreLine<'a>,
+pub(super) struct Uploader<'a> {
+    pub(super) options: &'a ArchiveOptions,
+    pub(super) bucket: &'a RemoteBucket,
+    pub(super) progress: &'a ArchiveProgress,
+    pub(super) line: StoreLine<'a>,
     /// The path at which `directory` was read.
     path: PathBuf,
-    directory: ArchivedDirectory,
-    engine: Arc<Engine>,
-    snapshots: Arc<Snapshots>,
+    pub(super) directory: ArchivedDirectory,
+    pub(super) engine: Arc<Engine>,
+    pub(super) snapshots: Arc<Snapshots>,
     /// The start that keeps the log, or `None` if the archive has fallen behind.
     hold: Option<LogHold>,
     /// Whether the end of the line was found.
@@ -189,34 +202,50 @@ struct Uploader<'a> {
     runs: u64,
     /// Length of the log at the last archived snapshot.
     bytes_before: u64,
+    /// Number of bytes of parts that were uploaded at the last archived snapshot.
+    uploaded_before: u64,
+    /// Number of bytes of parts that earlier processes uploaded since the last archived snapshot.
+    listed_before: u64,
     /// Length of the log when all of it was archived.
     bytes_archived: u64,
+    /// Whether named snapshots of the archive may be missing in the directory although their names were not given up.
+    pub(super) has_lost_snapshots: bool,
+    /// Number of failed attempts to archive named snapshots.
+    pub(super) failed_names: BTreeMap<SnapshotId, u32>,
     /// The last snapshot that was archived or was found unsuitable.
     snapshot: Option<SnapshotId>,
     /// The time from which a snapshot may be taken for the archive.
     snapshot_after: Instant,
     /// The time at which a close gives up.
-    late_at: Option<Instant>,
+    pub(super) late_at: Option<Instant>,
+    /// The end of the line in the last hint, and the time from which another may be written.
+    hint: u64,
+    hint_after: Instant,
 }
 
 impl Uploader<'_> {
     /// Archives until the store closes, or a failure ends the archive or the log.
     fn live(mut self) {
+        let mut is_failed = false;
         loop {
             let archived = self.line.archived().lsn;
-            let has_pending = self.line.has_pending();
-            self.engine.log.wait_proven_after(archived, || has_pending || self.progress.is_called());
+            let is_behind = is_failed || self.line.has_pending();
+            self.engine.log.wait_proven_after(archived, || is_behind || self.progress.is_called());
             self.progress.pause(Instant::now() + self.options.interval);
             let is_last = self.progress.must_stop();
             self.late_at = is_last.then(|| Instant::now() + CLOSE_MAX);
-            match self.round(is_last) {
+            self.progress.take_note_of_snapshots();
+            let result = self.round(is_last);
+            is_failed = result.is_err();
+            match result {
                 Ok(()) => {
                     self.progress.count(|stats| stats.last_failure = None);
                     if let Err(error) = self.engine.log.check() {
                         // No later batch becomes durable.
                         return self.progress.end(error);
                     }
-                    if self.line.archived().lsn == archived && !is_last {
+                    let is_waited_for = self.progress.wanted() > archived;
+                    if self.line.archived().lsn == archived && is_waited_for && !is_last {
                         // A batch for which a caller waits has no durable mark yet, because the disk is full.
                         self.progress.pause_after_failure(Instant::now() + AGAIN_AFTER);
                     }
@@ -256,7 +285,25 @@ impl Uploader<'_> {
         self.append_runs()?;
         self.renew_hold();
         self.bound_log();
-        if is_last { Ok(()) } else { self.archive_snapshot_if_due() }
+        self.archive_names()?;
+        if !is_last {
+            self.archive_snapshot_if_due()?;
+        }
+        self.write_hint_if_due(is_last);
+        Ok(())
+    }
+
+    /// Writes where the end of the line is, which saves readers requests. A failure costs them these requests.
+    fn write_hint_if_due(&mut self, is_last: bool) {
+        let (next, is_due) = (self.line.next(), is_last || Instant::now() >= self.hint_after);
+        if self.hint == next || !is_due {
+            return;
+        }
+        self.hint_after = Instant::now() + HINT_EVERY;
+        match self.bucket.block_on(self.line.write_hint()) {
+            Ok(()) => self.hint = next,
+            Err(failure) => tracing::debug!(%failure, "the hint of the archive cannot be written"),
+        }
     }
 
     /// Reads the directory again if it was moved: the engine continues in the moved directory.
@@ -287,6 +334,10 @@ impl Uploader<'_> {
         self.bucket.block_on(line.fence(directory, takeover))?;
         self.runs = self.line.next() - self.line.newest_manifest().unwrap_or_else(|| self.line.start());
         self.snapshot = self.line.manifest().map(|manifest| manifest.snapshot);
+        (self.uploaded_before, self.listed_before) =
+            (self.line.uploaded(), self.line.listed_after_manifest());
+        self.directory.record_url(&self.options.url)?;
+        self.begin_names()?;
         let term = self.line.term().unwrap_or_default();
         self.progress.count(|stats| stats.term = term);
         self.progress.advance(self.line.archived().lsn);
@@ -317,7 +368,7 @@ impl Uploader<'_> {
     }
 
     /// Counts an object that was appended, and acknowledges its batches.
-    fn note(&mut self, appended: &Appended) {
+    pub(super) fn note(&mut self, appended: &Appended) {
         match appended.kind {
             Kind::Run => {
                 self.runs += 1;
@@ -325,6 +376,7 @@ impl Uploader<'_> {
             }
             Kind::Manifest => {
                 (self.runs, self.bytes_before) = (0, self.engine.log.length().1);
+                (self.uploaded_before, self.listed_before) = (self.line.uploaded(), 0);
                 self.snapshot = self.line.manifest().map(|manifest| manifest.snapshot);
                 let follows_gap = self.line.manifest().is_some_and(|manifest| manifest.follows_gap);
                 self.progress.count(|stats| {
@@ -358,8 +410,9 @@ impl Uploader<'_> {
 
     /// Archives the newest snapshot if many runs were archived since the last one.
     fn archive_snapshot_if_due(&mut self) -> Result<(), Failure> {
-        let bytes = self.engine.log.length().1.saturating_sub(self.bytes_before);
-        if self.runs < RUNS_MAX && bytes < RUN_BYTES_MAX {
+        let logged = self.engine.log.length().1.saturating_sub(self.bytes_before);
+        let uploaded = self.line.uploaded() - self.uploaded_before + self.listed_before;
+        if self.runs < RUNS_MAX && logged.max(uploaded) < RUN_BYTES_MAX {
             return Ok(());
         }
         let archived = self.line.archived();
@@ -390,11 +443,11 @@ impl Uploader<'_> {
     /// for a long snapshot. Does nothing more if the store closes.
     fn archive_snapshot(&mut self, parts: &SnapshotParts) -> Result<(), Failure> {
         let mut begun = Instant::now();
-        for part in &parts.parts {
+        for missing in self.line.missing_parts(&parts.parts).chunks(UPLOADS_MAX) {
             if self.progress.must_stop() {
                 return Ok(());
             }
-            self.bucket.block_on(self.line.upload_ahead(&self.directory, part))?;
+            self.bucket.block_on(self.line.upload_ahead(&self.directory, missing))?;
             if !parts.follows_gap {
                 self.append_runs_if_due(&mut begun)?;
             }
@@ -413,7 +466,7 @@ impl Uploader<'_> {
         while !self.progress.must_stop() {
             let read = self.bucket.block_on(self.line.verify_next(&mut verification))?;
             if let Some(verified) = read {
-                return self.bucket.block_on(self.line.prune(verified, Vec::new()));
+                return self.bucket.block_on(self.line.prune(verified));
             }
             self.append_runs_if_due(begun)?;
         }
@@ -421,7 +474,7 @@ impl Uploader<'_> {
     }
 
     /// Appends runs during longer work, if a caller waits or the interval has passed since `begun`.
-    fn append_runs_if_due(&mut self, begun: &mut Instant) -> Result<(), Failure> {
+    pub(super) fn append_runs_if_due(&mut self, begun: &mut Instant) -> Result<(), Failure> {
         if self.progress.is_called() || begun.elapsed() >= self.options.interval {
             self.append_runs()?;
             self.renew_hold();
@@ -472,7 +525,7 @@ impl Uploader<'_> {
         }
     }
 
-    fn note_failure(&self, failure: &Failure) {
+    pub(super) fn note_failure(&self, failure: &Failure) {
         let error = error_of(&self.options.url, failure);
         tracing::warn!(%error, "the archive is behind; it is tried again");
         self.progress.count(|stats| {

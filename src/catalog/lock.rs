@@ -4,7 +4,7 @@
 //! ([`Pace`]). A caller that only reads the catalog does not wait ([`CatalogLock::latest`]).
 
 use std::ops::{Deref, DerefMut};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::{Catalog, SnapshotInfo};
 use crate::base::fair_mutex::FairMutex;
@@ -17,7 +17,11 @@ pub(crate) struct CatalogLock {
     latest: Mutex<Arc<CatalogCopy>>,
     /// The rate limit of background snapshots, suspended while a caller waits for the lock.
     pace: Arc<Pace>,
+    watcher: Watcher,
 }
+
+/// A function that is called whenever a copy of the catalog was published, or nothing. It must not lock the catalog.
+type Watcher = OnceLock<Box<dyn Fn() + Send + Sync>>;
 
 /// A copy of the catalog from the last release of the catalog's lock.
 pub(crate) struct CatalogCopy {
@@ -40,7 +44,14 @@ impl CatalogLock {
             latest: Mutex::new(CatalogCopy::of(&catalog)),
             catalog: FairMutex::of_rank([Rank::CATALOG_TURN, Rank::CATALOG], catalog),
             pace,
+            watcher: OnceLock::new(),
         }
+    }
+
+    /// Calls `watcher` whenever a copy of the catalog was published. Only the first watcher counts.
+    #[cfg(feature = "archive")]
+    pub fn watch(&self, watcher: Box<dyn Fn() + Send + Sync>) {
+        self.watcher.get_or_init(|| watcher);
     }
 
     /// Locks the catalog. While the caller waits, the rate limit of background snapshots is suspended.
@@ -52,13 +63,15 @@ impl CatalogLock {
     /// Locks the catalog for a background thread. The rate limit of a background snapshot stays in force while the
     /// thread waits.
     pub fn lock_patiently(&self) -> CatalogGuard<'_> {
-        CatalogGuard { catalog: self.catalog.lock(), latest: &self.latest, is_changed: false }
+        let (latest, watcher) = (&self.latest, &self.watcher);
+        CatalogGuard { catalog: self.catalog.lock(), latest, watcher, is_changed: false }
     }
 
     /// Publishes a copy of `catalog` before the lock is released. A lock holder calls this function before it reports
     /// the end of an operation.
     pub fn publish_copy(&self, catalog: &Catalog) {
         *self.latest.lock() = CatalogCopy::of(catalog);
+        self.watcher.get().inspect(|watcher| watcher());
     }
 
     /// Returns the copy of the catalog that was made when the lock was last released, without waiting.
@@ -76,6 +89,7 @@ impl CatalogLock {
 pub(crate) struct CatalogGuard<'a> {
     catalog: MutexGuard<'a, Catalog>,
     latest: &'a Mutex<Arc<CatalogCopy>>,
+    watcher: &'a Watcher,
     is_changed: bool,
 }
 
@@ -103,6 +117,7 @@ impl Drop for CatalogGuard<'_> {
             let before = std::mem::replace(&mut *self.latest.lock(), latest);
             // The previous copy is dropped after the locks are released, so that no reader waits for the drop.
             drop(before);
+            self.watcher.get().inspect(|watcher| watcher());
         }
     }
 }

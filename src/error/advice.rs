@@ -129,6 +129,10 @@ fn advice_on_archive(kind: ArchiveErrorKind) -> &'static str {
         ArchiveErrorKind::Damaged => "run `remanent archive verify`, which lists all damage",
         ArchiveErrorKind::Limit => "use longer pages, so that a snapshot has fewer files, or shorter batches",
         ArchiveErrorKind::Directory => "run `remanent verify` on the directory of the store",
+        ArchiveErrorKind::Unnamed => "take a snapshot with a name",
+        ArchiveErrorKind::NotGiven => {
+            "open the store with `Options::archive`, or make a store of its own with `remanent fork`"
+        }
     }
 }
 

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use remanent_format::SnapshotId;
+
 /// A failure of the archive of a store, for [`Error::Archive`](super::Error::Archive).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -41,9 +43,25 @@ pub enum ArchiveErrorKind {
     Limit,
     /// The directory of the store could not be read for the archive.
     Directory,
+    /// The call needs a named snapshot. An archive keeps no others.
+    Unnamed,
+    /// The directory has an archive that follows it, but the open names none. Nothing was changed.
+    NotGiven,
 }
 
 impl ArchiveError {
+    /// Returns the error for a snapshot without a name, which an archive contains only until a newer one.
+    pub(crate) fn unnamed(snapshot: SnapshotId) -> Self {
+        let reason = format!("snapshot {snapshot} has no name");
+        Self { url: String::new(), kind: ArchiveErrorKind::Unnamed, reason }
+    }
+
+    /// Returns the error for an open without the archive that follows the store.
+    pub(crate) fn not_given(url: String) -> Self {
+        let reason = "it follows this store, but the open does not name it".to_owned();
+        Self { url, kind: ArchiveErrorKind::NotGiven, reason }
+    }
+
     /// Returns the error for a store that has no archive.
     pub(crate) fn absent() -> Self {
         let reason = "the store has no archive".to_owned();

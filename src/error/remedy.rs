@@ -119,7 +119,9 @@ fn remedy_of_archive(kind: ArchiveErrorKind) -> Remedy {
         ArchiveErrorKind::NoArchive
         | ArchiveErrorKind::Settings
         | ArchiveErrorKind::OtherStore
-        | ArchiveErrorKind::Limit => Remedy::ChangeCall,
+        | ArchiveErrorKind::Limit
+        | ArchiveErrorKind::Unnamed
+        | ArchiveErrorKind::NotGiven => Remedy::ChangeCall,
         ArchiveErrorKind::Superseded | ArchiveErrorKind::Diverged => Remedy::StartOver,
         ArchiveErrorKind::Lost | ArchiveErrorKind::Bucket | ArchiveErrorKind::Unsupported => Remedy::Permit,
         ArchiveErrorKind::Damaged | ArchiveErrorKind::Directory => Remedy::Inspect,

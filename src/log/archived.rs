@@ -4,7 +4,9 @@
     expect(dead_code, reason = "without the feature, no store has an archive")
 )]
 
-use remanent_format::Lsn;
+use std::collections::{BTreeMap, BTreeSet};
+
+use remanent_format::{Lsn, SnapshotId};
 
 use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::base::wakers::Wakers;
@@ -21,8 +23,10 @@ pub struct ArchiveStats {
     pub term: u64,
     /// The number of archived runs, each of which contains consecutive batches.
     pub runs: u64,
-    /// The number of snapshots that were archived.
+    /// The number of snapshots that were archived, apart from named ones.
     pub snapshots: u64,
+    /// The number of named snapshots that the archive keeps.
+    pub named: u64,
     /// The number of times that the archive fell behind the kept log and continued with a snapshot.
     pub gaps: u64,
     /// The number of failed attempts. Each failed attempt is retried.
@@ -47,6 +51,12 @@ struct ProgressState {
     /// The newest batch for which a caller waits.
     wanted: Lsn,
     must_stop: bool,
+    /// The named snapshots that the archive keeps.
+    named: BTreeSet<SnapshotId>,
+    /// The named snapshots that cannot be archived.
+    refused: BTreeMap<SnapshotId, Error>,
+    /// Whether snapshots were taken, verified or removed since the uploader looked.
+    are_snapshots_changed: bool,
     /// The error that ended the archive.
     ended_by: Option<Error>,
     stats: ArchiveStats,
@@ -97,13 +107,46 @@ impl ArchiveProgress {
         Ok(true)
     }
 
+    /// Waits until the archive keeps a named snapshot, the snapshot no longer `exists`, or the time `until`. Returns whether
+    /// the archive keeps it.
+    ///
+    /// # Errors
+    /// The error because of which the snapshot cannot be archived, or that ended the archive.
+    pub fn wait_named(
+        &self,
+        snapshot: SnapshotId,
+        until: Option<Instant>,
+        exists: impl Fn() -> bool,
+    ) -> Result<bool> {
+        let mut state = self.state.lock();
+        while !state.is_named_archived(snapshot)? && exists() {
+            match until {
+                None => self.advanced.wait(&mut state),
+                Some(until) => {
+                    if self.advanced.wait_until(&mut state, until).timed_out() {
+                        break;
+                    }
+                }
+            }
+        }
+        state.is_named_archived(snapshot)
+    }
+
+    /// Makes the uploader look for named snapshots, and wakes the callers that wait for one. The caller then wakes the uploader if it waits for the log.
+    pub fn note_snapshots(&self) {
+        self.state.lock().are_snapshots_changed = true;
+        self.called.notify_all();
+        self.advanced.notify_all();
+    }
+
     pub fn wakers(&self) -> &Wakers {
         &self.wakers
     }
 
     pub fn stats(&self) -> ArchiveStats {
         let state = self.state.lock();
-        ArchiveStats { archived: state.archived, ..state.stats.clone() }
+        let (archived, named) = (state.archived, state.named.len() as u64);
+        ArchiveStats { archived, named, ..state.stats.clone() }
     }
 }
 
@@ -112,6 +155,28 @@ impl ArchiveProgress {
     /// Returns the newest batch for which a caller waits.
     pub fn wanted(&self) -> Lsn {
         self.state.lock().wanted
+    }
+
+    /// Clears the note that snapshots have changed. The uploader then looks for named snapshots.
+    pub fn take_note_of_snapshots(&self) {
+        self.state.lock().are_snapshots_changed = false;
+    }
+
+    /// Records the named snapshots that the archive keeps, and wakes the callers that wait for them.
+    pub fn set_named(&self, named: impl Iterator<Item = SnapshotId>) {
+        self.state.lock().named = named.collect();
+        self.advanced.notify_all();
+    }
+
+    /// Records that a named snapshot cannot be archived, and wakes the callers that wait for it.
+    pub fn refuse_named(&self, snapshot: SnapshotId, error: Error) {
+        self.state.lock().refused.insert(snapshot, error);
+        self.advanced.notify_all();
+    }
+
+    /// Returns true if a named snapshot cannot be archived.
+    pub fn is_refused(&self, snapshot: SnapshotId) -> bool {
+        self.state.lock().refused.contains_key(&snapshot)
     }
 
     pub fn must_stop(&self) -> bool {
@@ -123,7 +188,8 @@ impl ArchiveProgress {
         self.state.lock().is_called()
     }
 
-    /// Waits until the time `until`, until a caller waits for a batch that is not archived, or until the store closes.
+    /// Waits until the time `until`, until a caller waits for a batch that is not archived, until snapshots change, or until
+    /// the store closes.
     pub fn pause(&self, until: Instant) {
         let mut state = self.state.lock();
         while !state.is_called() {
@@ -180,7 +246,15 @@ impl ProgressState {
         }
     }
 
+    fn is_named_archived(&self, snapshot: SnapshotId) -> Result<bool> {
+        match self.refused.get(&snapshot).or(self.ended_by.as_ref()) {
+            _ if self.named.contains(&snapshot) => Ok(true),
+            Some(error) => Err(error.clone()),
+            None => Ok(false),
+        }
+    }
+
     fn is_called(&self) -> bool {
-        self.must_stop || self.wanted > self.archived
+        self.must_stop || self.wanted > self.archived || self.are_snapshots_changed
     }
 }

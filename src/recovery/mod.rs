@@ -64,6 +64,7 @@
 //!    segments have no meaning, and the next open or snapshot recycles them.
 
 pub(crate) mod create;
+pub(crate) mod archive_url;
 mod survey;
 mod log_reader;
 pub(crate) mod image_loader;

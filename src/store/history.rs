@@ -1,15 +1,17 @@
 //! Takes snapshots, applies retention, and restores earlier states.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use remanent_format::limits::SNAPSHOT_NAME_LEN_MAX;
 use remanent_format::{FileName, Lsn, Position, SnapshotId};
 
 use super::{Store, StoreParts};
+use crate::base::sync::Instant;
 use crate::catalog::{Catalog, RetainedSnapshot, SnapshotInfo};
 use crate::disk::Disk;
 use crate::engine::Engine;
-use crate::error::{Error, NoSuchState, Result, Taken};
+use crate::error::{ArchiveError, Error, NoSuchState, Result, Taken};
 use crate::history::point::StatePoint;
 use crate::history::restore::RestoreRun;
 use crate::options::{Retention, SnapshotOptions};
@@ -119,6 +121,34 @@ impl Store {
             return Ok(());
         }
         self.in_store(snapshots.finish(&mut catalog))
+    }
+
+    /// Waits until the archive keeps a named snapshot, or until `timeout` has passed. Returns whether the archive keeps it.
+    /// Named snapshots are archived in the order in which they were taken, once they are verified. From then on, a store
+    /// that is restored from the archive contains the snapshot, until its name is given up.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchState`] if there is no such snapshot, or no longer, and [`Error::Archive`] if the snapshot has no name or cannot be
+    /// archived, the store has no archive, or the archive has ended.
+    pub fn wait_archived(&self, snapshot: SnapshotId, timeout: Option<Duration>) -> Result<bool> {
+        self.check_process()?;
+        let archive = self.engine().archive()?;
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let has_name = || {
+            let latest = self.parts.snapshots.catalog.latest();
+            latest.catalog.snapshots.get(&snapshot).map(|kept| kept.info.name.is_some())
+        };
+        let no_such_snapshot = Error::NoSuchState(NoSuchState::Snapshot { snapshot });
+        match has_name() {
+            None => return Err(no_such_snapshot),
+            Some(false) => return Err(ArchiveError::unnamed(snapshot).into()),
+            Some(true) => {}
+        }
+        let is_archived = archive.wait_named(snapshot, until, || has_name().is_some());
+        match is_archived {
+            Ok(false) if has_name().is_none() => Err(no_such_snapshot),
+            waited => self.in_store(waited),
+        }
     }
 
     /// Waits until `count` snapshots have ended since the store was opened, successfully or not. Tests use this to wait

@@ -24,6 +24,7 @@ use crate::images::disk_pages::DiskPages;
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::{Ack, Create, ImageIo, LogIo, Options};
+use crate::recovery::archive_url::check_unarchived;
 use crate::recovery::create::check_directory;
 use crate::recovery::{PageLoader, RecoveredStore, Recovery, RecoveryReport, ReplayBacklog};
 use crate::snapshot::{
@@ -71,6 +72,9 @@ impl Store {
         let _span = tracing::info_span!("open", directory = disk.label()).entered();
         let device = EngineDevice::new(device);
         let lock = lock_directory(&*disk, options.create)?;
+        if options.archive.is_none() {
+            check_unarchived(&*disk)?;
+        }
         // Refuses a directory that must not continue the archive before anything is changed.
         #[cfg(feature = "archive")]
         let archive = options.archive.as_ref().map(|to| CheckedArchive::new(to, &*disk)).transpose()?;
@@ -182,8 +186,9 @@ impl StoreParts {
         let last = last_snapshot(&found.recovered, found.behind);
         let snapshots = Arc::new(snapshots(engine, found.catalog, &options, last));
         #[cfg(feature = "archive")]
-        let archiver =
-            archive.map(|archive| archive.connect(engine.clone(), snapshots.clone())).transpose()?;
+        let archiver = archive
+            .map(|archive| archive.connect(engine.clone(), snapshots.clone(), &found.recovered))
+            .transpose()?;
         let rules = Rules { log_bytes: options.snapshots.log_bytes, interval: options.snapshots.interval };
         let background = BackgroundSnapshots::start(snapshots.clone(), rules)?;
         let scrub_pace = Pace::new(options.scrubs.bytes_per_second);

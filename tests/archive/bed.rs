@@ -9,7 +9,7 @@ use std::time::Duration;
 use remanent::disk::dir::DirDisk;
 use remanent::disk::{Disk, DiskLock};
 use remanent::options::{ArchiveOptions, Create, DeviceChoice, LogOptions, SnapshotSchedule};
-use remanent::{Ack, Options, PageId, Place, Retention, Store};
+use remanent::{Ack, Options, PageId, PageInfo, Place, Retention, StatePoint, Store, View};
 use remanent_archive::directory::{RestoreTarget, WriterLock};
 use remanent_archive::line::{Archive, RestoredEnd, SystemNonces};
 use remanent_archive::mirror;
@@ -87,16 +87,32 @@ impl Bed {
     /// Restores a copy of the archive, so that no fence is left in the archive. Returns the step that the restored store
     /// contains. Every page must have the bytes of that step.
     pub fn restored_step(&self, name: &str) -> u64 {
+        self.restored(name).0
+    }
+
+    /// Restores a copy of the archive. Returns the named snapshots that the restored store contains, with their steps.
+    pub fn restored_names(&self, name: &str) -> BTreeMap<String, u64> {
+        self.restored(name).1
+    }
+
+    fn restored(&self, name: &str) -> (u64, BTreeMap<String, u64>) {
         let copy = self.path(&format!("{name}.bucket"));
         copy_directory(&self.bucket(), &copy);
         let path = self.path(name);
         restore(&format!("file://{}", copy.display()), &path).unwrap();
-        let store = plain_options(Create::Never).open(&path).unwrap();
+        let archive = ArchiveOptions::new(format!("file://{}", copy.display()));
+        let store = plain_options(Create::Never).archive(archive).open(&path).unwrap();
         let step = check(&store);
+        let names: Vec<String> = store.snapshots().into_iter().filter_map(|info| info.name).collect();
         store.close().unwrap();
+        let names = names.into_iter().map(|name| {
+            let view = Store::open_at(&path, &StatePoint::Name(name.clone())).unwrap();
+            (name, check_view(&view))
+        });
+        let names = names.collect();
         fs::remove_dir_all(copy).unwrap();
         fs::remove_dir_all(path).unwrap();
-        step
+        (step, names)
     }
 }
 
@@ -114,7 +130,7 @@ pub fn restore(url: &str, path: &Path) -> remanent_archive::Result<RestoredEnd> 
     let bucket = RemoteBucket::open(url, RemoteOptions::default()).unwrap();
     let archive = Archive { bucket: &bucket, nonces: &SystemNonces, rules: Rules::default() };
     let lock = Box::new(EngineLock(DirDisk::new(path).lock().unwrap()));
-    let target = RestoreTarget::open(path, lock).map_err(remanent_archive::Error::Local)?;
+    let target = RestoreTarget::open(path, lock).map_err(remanent_archive::Error::Local)?.url(url);
     bucket.block_on(mirror::restore(archive, &target))
 }
 
@@ -167,7 +183,22 @@ pub fn step_of(store: &Store) -> u64 {
 
 /// Asserts that every page has the bytes of the store's step, and returns the step.
 pub fn check(store: &Store) -> u64 {
-    let now = step_of(store);
+    let infos: Vec<_> = store.pages().unwrap().collect();
+    check_pages(step_of(store), &infos, |page| store.read_to_vec(page).unwrap())
+}
+
+/// Asserts the same of a view.
+pub fn check_view(view: &View) -> u64 {
+    let Some(remanent::Value::U64(now)) = view.root().get("step") else { panic!("{:?}", view.root()) };
+    let infos: Vec<_> = view.pages().collect();
+    check_pages(*now, &infos, |page| {
+        let mut bytes = vec![0; view.page(page).unwrap().len as usize];
+        view.read(page, 0, &mut bytes).unwrap();
+        bytes
+    })
+}
+
+fn check_pages(now: u64, infos: &[PageInfo], read: impl Fn(PageId) -> Vec<u8>) -> u64 {
     let mut written: BTreeMap<u64, u64> = BTreeMap::new();
     for step in 1..=now {
         written.insert(step % SHORT_PAGES, step);
@@ -175,12 +206,11 @@ pub fn check(store: &Store) -> u64 {
             written.insert(SHORT_PAGES, step);
         }
     }
-    let infos: Vec<_> = store.pages().unwrap().collect();
     assert_eq!(infos.len() as u64, SHORT_PAGES + 1);
     for (number, info) in infos.iter().enumerate() {
         let number = number as u64;
         let step = written.get(&number).copied().unwrap_or_default();
-        let found = store.read_to_vec(info.page).unwrap();
+        let found = read(info.page);
         assert!(found == bytes(number, step, info.len), "page {number} at step {now}");
     }
     now

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use remanent::Ack;
+use remanent::{Ack, SnapshotOptions};
 
 use crate::bed::{Bed, archive_steps, check, pages, pause, step, step_of};
 
@@ -75,6 +75,28 @@ fn restored_store_continues_archive() {
     assert_eq!(bed.restored_step("restored"), 48);
 }
 
+/// The hint states the end of the line once the store is closed, and a wrong one misleads nobody.
+#[test]
+fn hint_states_end_of_line_and_decides_nothing() {
+    let bed = Bed::new();
+    let store = bed.open();
+    let created = pages(&store);
+    archive_steps(&store, &created, 4);
+    store.close().unwrap();
+    let newest = bed.bucket().join("newest");
+    let hint = remanent_archive::object::Hint::decode(&std::fs::read(&newest).unwrap(), None).unwrap();
+    let objects = std::fs::read_dir(bed.bucket().join("line")).unwrap().count() as u64;
+    assert_eq!((hint.end, hint.bound), (objects, 0));
+    let old = std::fs::read(&newest).unwrap();
+    let store = bed.open();
+    archive_steps(&store, &created, 4);
+    store.close().unwrap();
+    for bytes in [&old[..], b"no hint"] {
+        std::fs::write(&newest, bytes).unwrap();
+        assert_eq!(bed.restored_step("restored"), 8);
+    }
+}
+
 /// Opens that commit nothing leave no trace in the log.
 #[test]
 fn opens_without_commits_leave_no_gap() {
@@ -116,6 +138,9 @@ fn snapshot_is_archived_after_many_runs() {
     let bed = Bed::new();
     let store = bed.open();
     let pages = pages(&store);
+    archive_steps(&store, &pages, 5);
+    let first = store.snapshot_with(SnapshotOptions::new().name("first")).unwrap();
+    assert!(store.wait_archived(first.id, None).unwrap());
     let count = |folder: &str| std::fs::read_dir(bed.bucket().join(folder)).map_or(0, Iterator::count);
     while count("bound") < 2 {
         archive_steps(&store, &pages, 1);
@@ -126,4 +151,6 @@ fn snapshot_is_archived_after_many_runs() {
     assert_eq!(store.stats().archive.unwrap().snapshots, 2);
     assert!(count("line") < 2500, "{} objects", count("line"));
     assert_eq!(bed.restored_step("restored"), step_of(&store));
+    // The objects of the named snapshot are below those that were deleted.
+    assert_eq!(bed.restored_names("restored"), [("first".to_owned(), 5)].into());
 }

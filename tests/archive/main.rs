@@ -4,4 +4,5 @@ mod bed;
 mod kills;
 mod lives;
 mod lost_buckets;
+mod names;
 mod refusals;

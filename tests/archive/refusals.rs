@@ -114,6 +114,31 @@ fn lost_archive_is_refused() {
     assert_refused(&bed, &bed.store(), ArchiveErrorKind::Lost);
 }
 
+/// A directory that an archive follows, and one that was restored from such an archive, may not be opened without it.
+#[test]
+fn open_without_archive_of_directory_is_refused() {
+    let bed = Bed::new();
+    let store = bed.open();
+    archive_steps(&store, &pages(&store), 3);
+    store.close().unwrap();
+    bed.restore("restored").unwrap();
+    for path in [bed.store(), bed.path("restored")] {
+        let before = files(&path);
+        let error = plain_options(Create::IfEmpty).open(&path).unwrap_err();
+        assert_eq!(kind(&error), ArchiveErrorKind::NotGiven, "{error}");
+        assert!(error.to_string().contains(&bed.url()), "{error}");
+        assert!(before == files(&path), "the refused open has changed something");
+        // Reads need no archive, and a fork is a store of its own.
+        let view = Store::open_read_only(&path).unwrap();
+        let fork = bed.path(&format!("{}-fork", path.file_name().unwrap().display()));
+        view.fork(&fork).unwrap();
+        let fork = plain_options(Create::Never).open(&fork).unwrap();
+        assert_eq!(check(&fork), 3);
+    }
+    let store = bed.options().open(bed.path("restored")).unwrap();
+    archive_steps(&store, &pages(&store), 1);
+}
+
 #[test]
 fn calls_without_archive_are_refused() {
     let bed = Bed::new();

@@ -12,6 +12,7 @@
 //! | `opening.rs` | the end of a restore: its own opening, proofs, STORE |
 //! | `live.rs` | the directory of a store that this process has open |
 //! | `snapshot.rs` | a snapshot as parts |
+//! | `named.rs` | named snapshots |
 //! | `log.rs` | frames under a durable mark |
 //! | `record.rs` | the file ARCHIVE |
 //! | `files.rs` | reads and durable writes |
@@ -20,6 +21,7 @@ mod restore;
 mod opening;
 mod live;
 mod snapshot;
+mod named;
 mod log;
 mod record;
 mod files;
@@ -41,6 +43,7 @@ use self::record::ArchiveRecord;
 use crate::local::{FenceRecord, LocalStore, SealedFrames};
 use crate::object::{BatchPoint, Part, Role};
 
+pub use named::NameChanges;
 pub use restore::RestoreTarget;
 
 /// Maximum length of STORE in bytes.
@@ -66,6 +69,7 @@ pub struct ArchivedDirectory {
     store_file: Vec<u8>,
     survey: Survey,
     random: u64,
+    is_open: bool,
     log: LogIndex,
     record: RefCell<ArchiveRecord>,
     /// The frames of parts after a gap: the point before the first frame, and the offset of the part after it.
@@ -96,7 +100,29 @@ impl ArchivedDirectory {
         let survey = Survey::read_as(&files, store).map_err(invalid)?;
         let log = LogIndex::read(&survey, &files)?;
         let random = random_number()?;
-        Ok(Self { files, store_file, survey, random, log, record, frame_parts: HashMap::new(), _lock: lock })
+        let (is_open, frame_parts) = (false, HashMap::new());
+        Ok(Self { files, store_file, survey, random, is_open, log, record, frame_parts, _lock: lock })
+    }
+
+    /// States that this process has the store open, and archives it meanwhile.
+    #[must_use]
+    pub fn of_open_store(self) -> Self {
+        Self { is_open: true, ..self }
+    }
+
+    /// Records durably that the store may only be opened with the archive at `url` (rule 25).
+    ///
+    /// # Errors
+    /// Returns the error of the disk.
+    pub fn record_url(&self, url: &str) -> io::Result<()> {
+        let mut record = self.record.borrow_mut();
+        if record.url == url {
+            return Ok(());
+        }
+        let new = ArchiveRecord { url: url.to_owned(), ..record.clone() };
+        new.publish(&self.files)?;
+        *record = new;
+        Ok(())
     }
 
     /// Returns the newest batch that a durable mark proves.
@@ -146,6 +172,10 @@ impl LocalStore for ArchivedDirectory {
 
     fn random(&self) -> u64 {
         self.random
+    }
+
+    fn is_open(&self) -> bool {
+        self.is_open
     }
 
     fn newest(&self) -> BatchPoint {

@@ -8,23 +8,31 @@ use remanent_format::log::{LogMap, LogWalk};
 use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader};
 use remanent_format::state::survey::read_manifest;
 use remanent_format::store::StoreFile;
-use remanent_format::{FileName, Folder, Incarnation, LogPoint, Lsn};
+use remanent_format::{FileName, Folder, Incarnation, LogPoint, Lsn, SnapshotId};
 
 use super::files::{file_of, invalid};
 use super::random_number;
 use super::record::ArchiveRecord;
-use super::restore::RestoredState;
+use super::restore::{RestoredSegment, RestoredState};
 use crate::line::RestoredEnd;
 use crate::local::FenceRecord;
+
+/// A named snapshot that is restored.
+#[derive(Clone, Copy, Debug)]
+struct NamedManifest {
+    snapshot: SnapshotId,
+    manifest_crc: u32,
+    redo: LogPoint,
+}
 
 impl RestoredState<'_> {
     /// Completes the restore. STORE gets its name last: until then, the engine refuses the directory.
     ///
-    /// 1. Complete the segments, and write an opening that lists the restored snapshot, and the empty segment after it.
+    /// 1. Complete the segments, and write an opening that lists the restored snapshots, and the empty segment after it.
     /// 2. Sync all files and folders, and read everything back from the medium.
-    /// 3. Record the last batch, so that the archive can be continued.
+    /// 3. Record the last batch and the named snapshots, so that the archive can be continued.
     /// 4. Publish STORE.
-    pub fn finish(mut self, end: &RestoredEnd, claim: FenceRecord) -> io::Result<()> {
+    pub fn finish(mut self, end: &RestoredEnd, claim: Option<FenceRecord>) -> io::Result<()> {
         self.check_complete()?;
         self.begin_log()?;
         let batch = self.batch;
@@ -32,17 +40,77 @@ impl RestoredState<'_> {
             return Err(invalid(format!("the restored log ends at lsn {}, not at {}", batch.lsn, end.batch)));
         }
         let (store, store_bytes) = self.store.take().ok_or_else(|| invalid("no fence contains STORE"))?;
+        let named = self.read_named(&store)?;
+        self.cover_starts(&named)?;
         // Step 1.
         let mut segments = self.complete_segments(&store)?;
-        segments.extend(self.write_opening(&store, end)?);
+        segments.extend(self.write_opening(&store, end, &named)?);
         // Step 2.
-        self.sync_and_prove(&store, &segments)?;
+        self.sync_and_prove(&store, &segments, &named)?;
         // Step 3.
-        let fences = vec![claim];
-        let record = ArchiveRecord { store: store.store, fences, batches: vec![end.batch] };
+        let fences = claim.into_iter().collect();
+        let batches = vec![end.batch];
+        let named = named.iter().map(|named| named.snapshot).collect();
+        let url = self.url.filter(|_| end.follows_open_store).unwrap_or_default().to_owned();
+        let record = ArchiveRecord { store: store.store, fences, batches, named, url };
         record.publish(self.files)?;
         // Step 4.
         self.files.publish(FileName::Store, &store_bytes)
+    }
+
+    /// Reads the manifests of the named snapshots, oldest first.
+    fn read_named(&self, store: &StoreFile) -> io::Result<Vec<NamedManifest>> {
+        let mut found = Vec::new();
+        for kept in &self.named {
+            let file = FileName::Manifest(kept.snapshot.0);
+            let (link, health) = read_manifest(self.files, file, store).map_err(invalid)?;
+            let is_same = link.name.as_ref() == Some(&kept.name)
+                && (link.redo.lsn, link.end, link.redo.chain)
+                    == (kept.batch.lsn, kept.batch.lsn, kept.batch.chain);
+            if !is_same {
+                return Err(invalid(format!("{file} is not that of the named snapshot {:?}", kept.name)));
+            }
+            let (snapshot, manifest_crc) = (kept.snapshot, health.header_crc);
+            found.push(NamedManifest { snapshot, manifest_crc, redo: link.redo });
+        }
+        found.sort_unstable_by_key(|named| named.snapshot);
+        Ok(found)
+    }
+
+    /// Adds the openings that replay from the named snapshots needs. A snapshot may begin at the start of an incarnation
+    /// without batches, after the last frame or before the first one.
+    fn cover_starts(&mut self, named: &[NamedManifest]) -> io::Result<()> {
+        let start = self.start.unwrap_or_default();
+        for NamedManifest { redo, .. } in named.iter().filter(|named| named.redo.lsn >= start.lsn) {
+            if redo.incarnation.number < start.incarnation.number {
+                self.cover_before(*redo, start)?;
+            }
+        }
+        let newest = named.iter().map(|named| named.redo.incarnation).max_by_key(|found| found.number);
+        if let Some(newest) = newest.filter(|newest| newest.number > self.point.incarnation.number) {
+            self.cross_to(newest)?;
+            self.batch = self.point;
+        }
+        Ok(())
+    }
+
+    /// Adds the segments from `redo` to the start of a later incarnation, which has the same batches.
+    fn cover_before(&mut self, redo: LogPoint, start: LogPoint) -> io::Result<()> {
+        let mut point = start;
+        while point != redo {
+            let header = self.openings.get(&point.incarnation).copied();
+            let found = header.and_then(|header| Some((header.segment, header.opening?)));
+            let Some((segment, opening)) =
+                found.filter(|(segment, opening)| opening.start(*segment) == point)
+            else {
+                return Err(invalid(format!("no fence lists the openings between {redo:?} and {start:?}")));
+            };
+            let at_start = RestoredSegment { opening: None, end: point.offset };
+            self.segments.entry(segment).or_insert(at_start).opening = Some(opening);
+            point = opening.predecessor; // Its incarnation is lower, so that the loop ends.
+        }
+        self.segments.entry(redo.segment).or_insert(RestoredSegment { opening: None, end: redo.offset });
+        Ok(())
     }
 
     /// Writes the headers of the segments that contain frames. Returns the segments.
@@ -71,7 +139,12 @@ impl RestoredState<'_> {
     }
 
     /// Writes the directory's own opening, and the empty segment after it. Returns the two segments.
-    fn write_opening(&self, store: &StoreFile, end: &RestoredEnd) -> io::Result<[u64; 2]> {
+    fn write_opening(
+        &self,
+        store: &StoreFile,
+        end: &RestoredEnd,
+        named: &[NamedManifest],
+    ) -> io::Result<[u64; 2]> {
         let number = self.segments.keys().next_back().map_or(1, |last| last + 1);
         let predecessor = self.batch;
         // A snapshot may begin at the start of an incarnation that has no batch.
@@ -86,7 +159,7 @@ impl RestoredState<'_> {
             accepted: predecessor.lsn,
             accepted_chain: predecessor.chain,
         };
-        let payload = encode_seal(&self.verified(store)?);
+        let payload = encode_seal(&self.verified(store, named)?);
         let seal = FrameHeader {
             kind: FrameKind::Seal,
             group_start: true,
@@ -108,18 +181,29 @@ impl RestoredState<'_> {
         Ok([number, number + 1])
     }
 
-    /// Returns the snapshot that the opening lists as verified. Seals of the archived log list snapshots that the archive
+    /// Returns the snapshots that the opening lists as verified. Seals of the archived log list snapshots that the archive
     /// never contained.
-    fn verified(&self, store: &StoreFile) -> io::Result<Vec<VerifiedSnapshot>> {
-        let Some(manifest) = &self.manifest else { return Ok(Vec::new()) };
-        let file = FileName::Manifest(manifest.snapshot.0);
-        let (_, health) = read_manifest(self.files, file, store).map_err(invalid)?;
-        let (snapshot, manifest_crc) = (manifest.snapshot, health.header_crc);
-        Ok(vec![VerifiedSnapshot { snapshot, manifest_crc, log_kept: true }])
+    fn verified(&self, store: &StoreFile, named: &[NamedManifest]) -> io::Result<Vec<VerifiedSnapshot>> {
+        let start = self.manifest.as_ref().map(|manifest| manifest.redo.lsn);
+        let mut verified: Vec<VerifiedSnapshot> = Vec::new();
+        for NamedManifest { snapshot, manifest_crc, redo } in named {
+            let log_kept = start.is_some_and(|start| redo.lsn >= start);
+            verified.push(VerifiedSnapshot { snapshot: *snapshot, manifest_crc: *manifest_crc, log_kept });
+        }
+        if let Some(manifest) =
+            self.manifest.filter(|manifest| named.iter().all(|named| named.snapshot != manifest.snapshot))
+        {
+            let file = FileName::Manifest(manifest.snapshot.0);
+            let (_, health) = read_manifest(self.files, file, store).map_err(invalid)?;
+            let (snapshot, manifest_crc) = (manifest.snapshot, health.header_crc);
+            verified.push(VerifiedSnapshot { snapshot, manifest_crc, log_kept: true });
+        }
+        verified.sort_unstable_by_key(|entry| entry.snapshot);
+        Ok(verified)
     }
 
     /// Syncs everything, and reads it back from the medium (I7).
-    fn sync_and_prove(&self, store: &StoreFile, segments: &[u64]) -> io::Result<()> {
+    fn sync_and_prove(&self, store: &StoreFile, segments: &[u64], named: &[NamedManifest]) -> io::Result<()> {
         for (role, file, _) in self.parts.keys() {
             self.files.sync_and_drop_cache(file_of(*role, *file)?)?;
         }
@@ -132,17 +216,23 @@ impl RestoredState<'_> {
         for part in self.parts.values() {
             self.files.read_part(part)?;
         }
-        self.prove_log(store)
+        self.prove_log(store, named)
     }
 
-    /// Follows the restored log to the directory's own opening.
-    fn prove_log(&self, store: &StoreFile) -> io::Result<()> {
+    /// Follows the restored log to the directory's own opening, from each snapshot from which replay may start.
+    fn prove_log(&self, store: &StoreFile, named: &[NamedManifest]) -> io::Result<()> {
         let map = LogMap::read(self.files, store.store).map_err(invalid)?;
         let start = match self.start.filter(|_| self.manifest.is_some()) {
             Some(redo) => redo,
             None => map.beginning().ok_or_else(|| invalid("the restored log has no beginning"))?,
         };
-        let mut walk = LogWalk::new(self.files, &map, start, Lsn(0)).map_err(invalid)?;
+        self.prove_walk(&map, start)?;
+        let starts = named.iter().map(|named| named.redo).filter(|redo| redo.lsn >= start.lsn);
+        starts.filter(|redo| *redo != start).try_for_each(|redo| self.prove_walk(&map, redo))
+    }
+
+    fn prove_walk(&self, map: &LogMap, start: LogPoint) -> io::Result<()> {
+        let mut walk = LogWalk::new(self.files, map, start, Lsn(0)).map_err(invalid)?;
         while walk.next().map_err(invalid)?.is_some() {}
         let LogPoint { lsn, chain, .. } = walk.end().map(|end| end.proven).unwrap_or_default();
         if (lsn, chain) == (self.batch.lsn, self.batch.chain) {

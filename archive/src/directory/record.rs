@@ -1,13 +1,14 @@
-//! The file ARCHIVE: the fences that a directory created, and the last batches that it archived.
+//! The file ARCHIVE: the fences that a directory created, the last batches that it archived, and the named snapshots that it
+//! and the archive have in common, and the URL of the archive without which the store may not be opened.
 //!
 //! The log may be recycled beyond the last archived batch. The file then still proves that the batch is in the history of
 //! the directory: it was under a synced durable mark when it was recorded, so that every later open keeps it.
 
 use std::io;
 
-use remanent_format::layout::layout;
+use remanent_format::layout::{Field, layout};
 use remanent_format::limits::NUMBER_MAX;
-use remanent_format::{FileName, StoreId};
+use remanent_format::{FileName, SnapshotId, StoreId};
 
 use super::files::{StoreFiles, invalid};
 use crate::local::FenceRecord;
@@ -17,8 +18,14 @@ const MAGIC: [u8; 8] = *b"RMNTARFI";
 const VERSION: u32 = 1;
 /// Maximum number of fences and of batches in the file.
 const ENTRIES_MAX: usize = 1024;
-const LEN_MAX: u64 =
-    (ArchiveFileRaw::LEN + ENTRIES_MAX * (FenceRecordRaw::LEN + ArchivedBatchRaw::LEN)) as u64;
+/// Maximum number of named snapshots in the file. A catalog of the archive contains fewer.
+const NAMED_MAX: usize = 1 << 16;
+/// Maximum length of the URL in bytes.
+const URL_LEN_MAX: usize = 4096;
+const LEN_MAX: u64 = (ArchiveFileRaw::LEN
+    + ENTRIES_MAX * (FenceRecordRaw::LEN + ArchivedBatchRaw::LEN)
+    + NAMED_MAX * SnapshotId::SIZE
+    + URL_LEN_MAX) as u64;
 
 layout! {
     /// The encoded header of ARCHIVE.
@@ -33,10 +40,14 @@ layout! {
         16 => store: StoreId,
         /// Number of batches.
         32 => batches: u32,
-        /// CRC-32 of the fences and batches, which follow the header.
+        /// CRC-32 of the fences, batches, named snapshots and URL, which follow the header.
         36 => body_crc: u32,
+        /// Number of named snapshots.
+        40 => named: u32,
+        /// Length of the URL in bytes, or zero.
+        44 => url_len: u32,
         /// Reserved, always zero.
-        40 => reserved: [u8; 20],
+        48 => reserved: [u8; 12],
         /// CRC-32 of the preceding bytes.
         60 => header_crc: u32,
     }
@@ -73,11 +84,15 @@ pub(super) struct ArchiveRecord {
     pub fences: Vec<FenceRecord>,
     /// The last archived batch, and one that may be archived.
     pub batches: Vec<BatchPoint>,
+    /// The named snapshots that the directory and the archive had in common. One that the directory lacks now was given up.
+    pub named: Vec<SnapshotId>,
+    /// The URL of the archive without which the store may not be opened for writing, or an empty text.
+    pub url: String,
 }
 
 impl ArchiveRecord {
     pub fn new(store: StoreId) -> Self {
-        Self { store, fences: Vec::new(), batches: Vec::new() }
+        Self { store, fences: Vec::new(), batches: Vec::new(), named: Vec::new(), url: String::new() }
     }
 
     /// Reads the file. Returns an empty record if the file does not exist.
@@ -92,7 +107,11 @@ impl ArchiveRecord {
 
     /// Publishes the file.
     pub fn publish(&self, files: &StoreFiles) -> io::Result<()> {
-        if self.fences.len() > ENTRIES_MAX || self.batches.len() > ENTRIES_MAX {
+        if self.fences.len() > ENTRIES_MAX
+            || self.batches.len() > ENTRIES_MAX
+            || self.named.len() > NAMED_MAX
+            || self.url.len() > URL_LEN_MAX
+        {
             return Err(invalid("ARCHIVE would have too many entries"));
         }
         files.publish(FileName::Archive, &self.encode())
@@ -118,6 +137,8 @@ impl ArchiveRecord {
         for batch in &self.batches {
             body.extend_from_slice(&ArchivedBatchRaw { batch: *batch, reserved: 0 }.to_bytes());
         }
+        self.named.iter().for_each(|snapshot| body.extend_from_slice(&snapshot.0.to_le_bytes()));
+        body.extend_from_slice(self.url.as_bytes());
         let mut raw = ArchiveFileRaw {
             magic: MAGIC,
             version: VERSION,
@@ -125,7 +146,9 @@ impl ArchiveRecord {
             store: self.store,
             batches: self.batches.len() as u32,
             body_crc: crc32fast::hash(&body),
-            reserved: [0; 20],
+            named: self.named.len() as u32,
+            url_len: self.url.len() as u32,
+            reserved: [0; 12],
             header_crc: 0,
         };
         raw.header_crc = crc32fast::hash(&raw.to_bytes()[..60]);
@@ -138,15 +161,20 @@ impl ArchiveRecord {
     fn decode(bytes: &[u8]) -> Result<Self, &'static str> {
         let (header, body) = bytes.split_first_chunk::<{ ArchiveFileRaw::LEN }>().ok_or("length")?;
         let raw = ArchiveFileRaw::from_bytes(header);
-        let (fences, batches) = (raw.fences as usize, raw.batches as usize);
-        let len = |fences, batches| FenceRecordRaw::LEN * fences + ArchivedBatchRaw::LEN * batches;
+        let (fences, batches, named) = (raw.fences as usize, raw.batches as usize, raw.named as usize);
+        let url_len = raw.url_len as usize;
+        let is_count_valid =
+            fences <= ENTRIES_MAX && batches <= ENTRIES_MAX && named <= NAMED_MAX && url_len <= URL_LEN_MAX;
+        let len = |fences, batches, named| {
+            FenceRecordRaw::LEN * fences + ArchivedBatchRaw::LEN * batches + SnapshotId::SIZE * named
+        };
         for (is_right, what) in [
             (raw.magic == MAGIC, "magic number"),
             (raw.header_crc == crc32fast::hash(&header[..60]), "header checksum"),
             (raw.version == VERSION, "version"),
-            (fences <= ENTRIES_MAX && batches <= ENTRIES_MAX, "number of entries"),
-            (raw.reserved == [0; 20], "reserved bytes"),
-            (fences <= ENTRIES_MAX && batches <= ENTRIES_MAX && body.len() == len(fences, batches), "length"),
+            (is_count_valid, "number of entries"),
+            (raw.reserved == [0; 12], "reserved bytes"),
+            (is_count_valid && body.len() == len(fences, batches, named) + url_len, "length"),
             (raw.body_crc == crc32fast::hash(body), "checksum"),
         ] {
             if !is_right {
@@ -154,7 +182,10 @@ impl ArchiveRecord {
             }
         }
         let mut record = Self::new(raw.store);
-        let (of_fences, of_batches) = body.split_at(len(fences, 0));
+        let (of_fences, rest) = body.split_at(len(fences, 0, 0));
+        let (of_batches, rest) = rest.split_at(len(0, batches, 0));
+        let (of_named, url) = rest.split_at(len(0, 0, named));
+        record.url = std::str::from_utf8(url).map_err(|_| "URL")?.to_owned();
         for entry in of_fences.chunks_exact(FenceRecordRaw::LEN) {
             let raw = FenceRecordRaw::from_bytes(entry.try_into().map_err(|_| "length")?);
             if raw.position > NUMBER_MAX || raw.is_confirmed > 1 || raw.reserved != 0 {
@@ -169,6 +200,13 @@ impl ArchiveRecord {
                 return Err("batch");
             }
             record.batches.push(raw.batch);
+        }
+        for entry in of_named.chunks_exact(SnapshotId::SIZE) {
+            let snapshot: SnapshotId = Field::get(entry);
+            if snapshot.0 > NUMBER_MAX {
+                return Err("named snapshot");
+            }
+            record.named.push(snapshot);
         }
         Ok(record)
     }
@@ -187,6 +225,8 @@ mod tests {
             store: StoreId([5; 16]),
             fences: vec![fence(4, true), fence(9, false)],
             batches: vec![BatchPoint { incarnation, lsn: Lsn(12), chain: 77 }],
+            named: vec![SnapshotId(3), SnapshotId(8)],
+            url: "s3://bucket/run-7".to_owned(),
         }
     }
 

@@ -16,7 +16,7 @@ use super::files::{StoreFiles, file_of, invalid};
 use super::record::ArchiveRecord;
 use crate::line::StateSink;
 use crate::local::FenceRecord;
-use crate::object::{BatchPoint, Fence, Manifest, Part, Role};
+use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, Part, Role};
 
 /// A directory into which an archive is restored.
 ///
@@ -25,6 +25,7 @@ use crate::object::{BatchPoint, Fence, Manifest, Part, Role};
 #[derive(Debug)]
 pub struct RestoreTarget {
     pub(super) files: StoreFiles,
+    url: Option<String>,
     _lock: Box<dyn WriterLock>,
 }
 
@@ -36,7 +37,14 @@ impl RestoreTarget {
     /// Returns an error with the kind `AlreadyExists` if the directory contains a store or other files.
     pub fn open(path: &Path, lock: Box<dyn WriterLock>) -> io::Result<Self> {
         Self::check(path)?;
-        Ok(Self { files: StoreFiles::new(path), _lock: lock })
+        Ok(Self { files: StoreFiles::new(path), url: None, _lock: lock })
+    }
+
+    /// Sets the URL of the archive. If the archive follows an open store, the directory records the URL, and may then only
+    /// be opened with this archive (rule 25).
+    #[must_use]
+    pub fn url(self, url: impl Into<String>) -> Self {
+        Self { url: Some(url.into()), ..self }
     }
 
     /// Checks that a directory does not exist, is empty, or contains an unfinished restore. Changes nothing: call this
@@ -70,6 +78,11 @@ impl RestoreTarget {
         ArchiveRecord { fences: vec![claim], ..ArchiveRecord::new(store) }.publish(&self.files)
     }
 
+    /// Records durably that the directory contains an unfinished copy.
+    pub(crate) fn record_copy(&self, store: StoreId) -> io::Result<()> {
+        ArchiveRecord::new(store).publish(&self.files)
+    }
+
     /// Removes what an unfinished restore left, and begins again.
     pub(crate) fn begin(&self) -> io::Result<RestoredState<'_>> {
         self.files.make_folders()?;
@@ -78,9 +91,11 @@ impl RestoreTarget {
         }
         Ok(RestoredState {
             files: &self.files,
+            url: self.url.as_deref(),
             store: None,
             openings: BTreeMap::new(),
             manifest: None,
+            named: Vec::new(),
             parts: BTreeMap::new(),
             segments: BTreeMap::new(),
             start: None,
@@ -103,18 +118,21 @@ pub(super) struct RestoredSegment {
 #[derive(Debug)]
 pub(crate) struct RestoredState<'t> {
     pub(super) files: &'t StoreFiles,
+    pub(super) url: Option<&'t str>,
     /// STORE, with its bytes.
     pub(super) store: Option<(StoreFile, Vec<u8>)>,
     /// The openings that fences list.
-    openings: BTreeMap<Incarnation, SegmentHeader>,
+    pub(super) openings: BTreeMap<Incarnation, SegmentHeader>,
     pub(super) manifest: Option<Manifest>,
+    /// The named snapshots.
+    pub(super) named: Vec<KeptSnapshot>,
     /// The parts that were written, by role, file and offset.
     pub(super) parts: BTreeMap<(Role, u64, u64), Part>,
     pub(super) segments: BTreeMap<u64, RestoredSegment>,
     /// The point at which the log begins, once it is known.
     pub(super) start: Option<LogPoint>,
     /// The end of the last frame.
-    point: LogPoint,
+    pub(super) point: LogPoint,
     /// The end of the last batch.
     pub(super) batch: LogPoint,
     /// The first bytes of a frame whose other bytes are in the next piece.
@@ -213,7 +231,7 @@ impl RestoredState<'_> {
     }
 
     /// Goes on at the opening of a later incarnation, as W2 of the format does. Incarnations without a batch lie between.
-    fn cross_to(&mut self, incarnation: Incarnation) -> io::Result<()> {
+    pub(super) fn cross_to(&mut self, incarnation: Incarnation) -> io::Result<()> {
         let mut crossed = Vec::new();
         let mut wanted = incarnation;
         while wanted != self.point.incarnation {
@@ -283,5 +301,14 @@ impl StateSink for RestoredState<'_> {
         let error =
             format!("the archive goes back to lsn {lsn}; a directory cannot be restored across a cut");
         Err(io::Error::new(ErrorKind::Unsupported, error))
+    }
+
+    fn named_part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()> {
+        self.part(part, bytes)
+    }
+
+    fn named(&mut self, snapshot: &KeptSnapshot, _parts: &[Part]) -> io::Result<()> {
+        self.named.push(snapshot.clone());
+        Ok(())
     }
 }

@@ -59,7 +59,7 @@ impl ArchivedDirectory {
     }
 
     /// Returns the image files of a snapshot after proving its images, or the damage.
-    fn files_of(&self, id: SnapshotId) -> io::Result<Result<BTreeSet<u64>, Damage>> {
+    pub(super) fn files_of(&self, id: SnapshotId) -> io::Result<Result<BTreeSet<u64>, Damage>> {
         let mut proofs = ImageProofs::new(&self.files);
         let mut files = BTreeSet::new();
         let entries = match self.survey.entries(id) {

@@ -1,4 +1,9 @@
-//! Appending runs and manifests (rules 1, 3, 6, 7, 9 to 12 and 16).
+//! Appending runs, manifests and catalogs (rules 1, 3, 6, 7, 9 to 12, 16 and 17).
+
+use std::collections::HashMap;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::task::Poll;
 
 use remanent_format::SnapshotId;
 
@@ -8,10 +13,13 @@ use crate::bucket::Bucket;
 use crate::error::{Damage, Error, Result};
 use crate::local::{LocalStore, SealedFrames};
 use crate::object::{
-    BatchPoint, Content, DataKey, DataRef, INLINE_FRAMES_LEN_MAX, Kind, LineObject, Manifest, Nonce,
-    ObjectKey, PART_LEN_MAX, Part, Role, Run, crc64, encode_data,
+    BatchPoint, Boundary, Catalog, Content, DataKey, DataRef, INLINE_FRAMES_LEN_MAX, KeptSnapshot, Kind,
+    LineObject, Manifest, Nonce, ObjectKey, PART_LEN_MAX, Part, Role, Run, crc64, encode_data,
 };
 use crate::rules::Rule;
+
+/// Number of parts that are uploaded at a time. Each takes up to 8 MiB, and as much again in its request.
+pub const UPLOADS_MAX: usize = 4;
 
 /// An object that was appended. Its batches are archived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,12 +47,38 @@ pub struct SnapshotParts {
     pub follows_gap: bool,
 }
 
+/// A named snapshot to archive: its numbers, and the parts of all files that it needs. A named snapshot is exact, so that
+/// it needs no log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedParts {
+    /// Number of the snapshot.
+    pub snapshot: SnapshotId,
+    /// The name: 1 to 64 bytes.
+    pub name: String,
+    /// The last batch that the snapshot contains.
+    pub batch: BatchPoint,
+    /// Parts of links and image files.
+    pub parts: Vec<Part>,
+}
+
 /// An object that has no position yet.
 #[derive(Clone, Debug)]
 pub(super) enum Draft {
-    Run { frames: SealedFrames, data: Vec<DataRef> },
-    Manifest { manifest: Manifest, data: Vec<DataRef> },
-    Boundary { boundary: crate::object::Boundary, data: Vec<DataRef> },
+    Run {
+        frames: SealedFrames,
+        data: Vec<DataRef>,
+    },
+    Manifest {
+        manifest: Manifest,
+        data: Vec<DataRef>,
+    },
+    /// The kept snapshots without the new one, the new one, and its files.
+    Catalog {
+        snapshots: Vec<KeptSnapshot>,
+        new: Option<KeptSnapshot>,
+        data: Vec<DataRef>,
+    },
+    Boundary(Boundary),
 }
 
 impl Draft {
@@ -53,7 +87,8 @@ impl Draft {
         match self {
             Draft::Manifest { .. } => true,
             Draft::Run { data, .. } => data.iter().any(|entry| entry.part.role != Role::Frames),
-            Draft::Boundary { .. } => false,
+            Draft::Catalog { data, .. } => !data.is_empty(),
+            Draft::Boundary(_) => false,
         }
     }
 }
@@ -104,8 +139,9 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     /// long.
     async fn upload_run(&mut self, local: &dyn LocalStore, frames: &SealedFrames) -> Result<Vec<DataRef>> {
         let mut data = Vec::new();
+        let known = if frames.files.is_empty() { HashMap::new() } else { self.archived_parts() };
         for part in &frames.files {
-            data.push(self.archive_part(local, part).await?);
+            data.push(self.archive_part(local, part, &known).await?);
         }
         if frames.bytes.len() > INLINE_FRAMES_LEN_MAX || !data.is_empty() {
             for (index, bytes) in frames.bytes.chunks(PART_LEN_MAX).enumerate() {
@@ -119,22 +155,53 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(data)
     }
 
-    /// Returns the data object of a part, after uploading it unless it is archived.
-    async fn archive_part(&mut self, local: &dyn LocalStore, part: &Part) -> Result<DataRef> {
-        match self.archived_as(part) {
-            Some(entry) => Ok(entry),
+    /// Returns the data object of a part, after uploading it unless it is archived or was uploaded ahead. `known` contains
+    /// the archived parts.
+    async fn archive_part(
+        &mut self,
+        local: &dyn LocalStore,
+        part: &Part,
+        known: &HashMap<Part, DataRef>,
+    ) -> Result<DataRef> {
+        match known.get(part).or_else(|| self.fresh.get(part)) {
+            Some(entry) => Ok(*entry),
             None => self.upload(part, &local.read_part(part)?).await,
         }
     }
 
-    /// Uploads a part for an object that is appended later, unless the part is archived. Other objects may be appended in
-    /// between.
+    /// Returns the parts that must be uploaded before an object that lists `parts` is appended.
+    #[must_use]
+    pub fn missing_parts(&self, parts: &[Part]) -> Vec<Part> {
+        let known = self.archived_parts();
+        let is_missing = |part: &&Part| !known.contains_key(part) && !self.fresh.contains_key(part);
+        parts.iter().filter(is_missing).copied().collect()
+    }
+
+    /// Uploads [missing](Line::missing_parts) parts for an object that is appended later, up to [`UPLOADS_MAX`] at a time.
+    /// Other objects may be appended in between.
     ///
     /// # Errors
     /// Returns the errors of [`append_run`](Line::append_run).
-    pub async fn upload_ahead(&mut self, local: &dyn LocalStore, part: &Part) -> Result<()> {
+    pub async fn upload_ahead(&mut self, local: &dyn LocalStore, parts: &[Part]) -> Result<()> {
         self.writer.ok_or(Error::NoFence)?;
-        self.archive_part(local, part).await.map(drop)
+        for group in parts.chunks(UPLOADS_MAX) {
+            let mut objects = Vec::with_capacity(group.len());
+            for part in group {
+                objects.push(self.data_object(part, &local.read_part(part)?)?);
+            }
+            let creates =
+                objects.iter().map(|(entry, object, nonce)| self.create_data(entry, object, *nonce));
+            let created = join_all(creates).await;
+            let mut failure = None;
+            for ((entry, ..), created) in objects.iter().zip(created) {
+                match created {
+                    Ok(()) => self.note_uploaded(*entry),
+                    Err(error) => failure = failure.or(Some(error)),
+                }
+            }
+            failure.map_or(Ok(()), Err)?;
+        }
+        Ok(())
     }
 
     /// Checks that frames continue the archived batches.
@@ -169,8 +236,9 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
         loop {
             let mut data = Vec::with_capacity(snapshot.parts.len());
+            let known = self.archived_parts();
             for part in &snapshot.parts {
-                data.push(self.archive_part(local, part).await?);
+                data.push(self.archive_part(local, part, &known).await?);
             }
             let SnapshotParts { snapshot: number, redo, end, follows_gap, .. } = *snapshot;
             let manifest = Manifest { snapshot: number, start: 1, redo, end, follows_gap };
@@ -183,30 +251,105 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
     }
 
-    /// Returns the data object that contains a part, if an object at or above the newest boundary lists it, or if this
-    /// writer uploaded it for an object that it is about to append (rule 11, [dedup]).
-    fn archived_as(&self, part: &Part) -> Option<DataRef> {
+    /// Appends a catalog: the named snapshots that the archive keeps, without those of `removed`, and with `new` after
+    /// uploading its parts that are not archived yet (rules 9 to 12 and 17). Returns `None` if nothing changes.
+    ///
+    /// `new` replaces a kept snapshot with the same name.
+    ///
+    /// # Errors
+    /// Returns [`Error::EndNotArchived`] if the run that holds the snapshot's batch must be appended first,
+    /// [`Error::NotNewer`] if the archive keeps this or a newer named snapshot, and the errors of
+    /// [`append_run`](Line::append_run).
+    pub async fn append_catalog(
+        &mut self,
+        local: &dyn LocalStore,
+        removed: &[SnapshotId],
+        new: Option<&NamedParts>,
+    ) -> Result<Option<Appended>> {
+        self.writer.ok_or(Error::NoFence)?;
+        self.settle_pending(local).await?;
+        if let Some(new) = new {
+            let archived = self.view.archived.lsn;
+            // [mend] A restore contains the batch of each named snapshot.
+            if self.archive.rules.follow(Rule::Mend) && archived < new.batch.lsn {
+                return Err(Error::EndNotArchived { end: new.batch.lsn.0, archived: archived.0 });
+            }
+            if let Some(newest) = self.view.catalog.last().filter(|newest| newest.snapshot >= new.snapshot) {
+                return Err(Error::NotNewer { snapshot: new.snapshot, newest: newest.snapshot });
+            }
+        }
+        loop {
+            let mut data = Vec::new();
+            let known = self.archived_parts();
+            for part in new.map_or(&[][..], |new| &new.parts) {
+                data.push(self.archive_part(local, part, &known).await?);
+            }
+            // The catalog may have been cut since, so it is taken after each foreign boundary.
+            let stays = |kept: &&KeptSnapshot| {
+                !removed.contains(&kept.snapshot) && new.is_none_or(|new| new.name != kept.name)
+            };
+            let snapshots: Vec<KeptSnapshot> = self.view.catalog.iter().filter(stays).cloned().collect();
+            if new.is_none() && snapshots.len() == self.view.catalog.len() {
+                return Ok(None);
+            }
+            let new = new.map(|new| KeptSnapshot {
+                position: 0,
+                nonce: Nonce::default(),
+                snapshot: new.snapshot,
+                batch: new.batch,
+                name: new.name.clone(),
+                bytes: data.iter().map(|entry| entry.part.len).sum(),
+            });
+            self.pending = Some(Pending { draft: Draft::Catalog { snapshots, new, data }, frozen: None });
+            if let Settled::Appended(appended) = self.settle(Some(local)).await? {
+                return Ok(Some(appended));
+            }
+            // [recheck] As for a manifest.
+        }
+    }
+
+    /// Returns the named snapshots that the archive keeps, oldest first.
+    #[must_use]
+    pub fn catalog(&self) -> &[KeptSnapshot] {
+        &self.view.catalog
+    }
+
+    /// Returns the parts that objects at or above the newest boundary or the catalogs of kept snapshots list, with the data
+    /// objects that contain them (rule 11, [dedup]).
+    fn archived_parts(&self) -> HashMap<Part, DataRef> {
         let lowest = if self.archive.rules.follow(Rule::Dedup) { self.view.start } else { 0 };
-        let mut listed = self.view.listings.range(lowest..).flat_map(|(_, data)| data);
-        listed.find(|entry| entry.part == *part).or_else(|| self.fresh.get(part)).copied()
+        let mut known = HashMap::new();
+        for entry in self.view.kept_lists(lowest, &self.view.catalog) {
+            known.entry(entry.part).or_insert(*entry);
+        }
+        known
     }
 
     /// Uploads a part under a key that was never used (rules 9 and 12).
     async fn upload(&mut self, part: &Part, bytes: &[u8]) -> Result<DataRef> {
-        let store = self.view.store.ok_or(Error::NoFence)?;
-        let key = self.data_key(part)?;
-        let nonce = self.archive.nonces.draw();
-        let object = encode_data(store, key, nonce, bytes);
-        let object = object.map_err(|source| Error::TooLarge { key: ObjectKey::Data(key), source })?;
-        let entry = DataRef { key, part: *part };
+        let (entry, object, nonce) = self.data_object(part, bytes)?;
         if self.archive.rules.follow(Rule::IFirst) || part.role == Role::Frames {
             self.create_data(&entry, &object, nonce).await?;
         } else {
             #[cfg(feature = "testing")]
             self.late.push((entry, object));
         }
-        self.fresh.insert(*part, entry);
+        self.note_uploaded(entry);
         Ok(entry)
+    }
+
+    fn data_object(&mut self, part: &Part, bytes: &[u8]) -> Result<(DataRef, Vec<u8>, Nonce)> {
+        let store = self.view.store.ok_or(Error::NoFence)?;
+        let key = self.data_key(part)?;
+        let nonce = self.archive.nonces.draw();
+        let object = encode_data(store, key, nonce, bytes);
+        let object = object.map_err(|source| Error::TooLarge { key: ObjectKey::Data(key), source })?;
+        Ok((DataRef { key, part: *part }, object, nonce))
+    }
+
+    fn note_uploaded(&mut self, entry: DataRef) {
+        self.fresh.insert(entry.part, entry);
+        self.uploaded += entry.part.len;
     }
 
     async fn create_data(&self, entry: &DataRef, object: &[u8], nonce: Nonce) -> Result<()> {
@@ -294,7 +437,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
 
     /// Returns true if the pending object is a boundary that another one has reached.
     fn is_below_boundary(&self) -> bool {
-        let Some(Pending { draft: Draft::Boundary { boundary, .. }, .. }) = &self.pending else {
+        let Some(Pending { draft: Draft::Boundary(boundary), .. }) = &self.pending else {
             return false;
         };
         boundary.start <= self.view.start
@@ -401,9 +544,14 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
                 let archived = if manifest.follows_gap { manifest.end } else { view.archived };
                 LineObject { archived, ..self.next_object(term, nonce, data, Content::Manifest(manifest)) }
             }
-            Draft::Boundary { mut boundary, data } => {
+            Draft::Catalog { mut snapshots, new, data } => {
+                snapshots.extend(new.map(|new| KeptSnapshot { position: view.next, nonce, ..new }));
+                self.next_object(term, nonce, data, Content::Catalog(Catalog { snapshots }))
+            }
+            Draft::Boundary(mut boundary) => {
                 boundary.number = view.boundary_number.max(view.bound) + 1;
-                self.next_object(term, nonce, data, Content::Boundary(boundary))
+                boundary.snapshots = view.catalog.clone();
+                self.next_object(term, nonce, Vec::new(), Content::Boundary(boundary))
             }
         }
     }
@@ -452,4 +600,23 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     pub(super) fn set_pending(&mut self, draft: Draft) {
         self.pending = Some(Pending { draft, frozen: None });
     }
+}
+
+/// Polls futures together until all are complete. Returns their outputs in order.
+async fn join_all<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
+    let mut running: Vec<(Option<Pin<Box<F>>>, Option<F::Output>)> =
+        futures.map(|future| (Some(Box::pin(future)), None)).collect();
+    poll_fn(|context| {
+        let mut is_pending = false;
+        for slot in &mut running {
+            let Some(future) = &mut slot.0 else { continue };
+            match future.as_mut().poll(context) {
+                Poll::Ready(output) => *slot = (None, Some(output)),
+                Poll::Pending => is_pending = true,
+            }
+        }
+        if is_pending { Poll::Pending } else { Poll::Ready(()) }
+    })
+    .await;
+    running.into_iter().filter_map(|(_, output)| output).collect()
 }

@@ -1,4 +1,4 @@
-//! Checking every object that a restore of the end needs, and going on after damage (rules 22 and 23).
+//! Checking every object that a restore of the end and of the named snapshots needs, and going on after damage (rules 22 and 23).
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
@@ -45,7 +45,8 @@ pub struct Audited {
 }
 
 /// Reads every object that a restore of the end needs, and compares all checksums: the copies of boundaries by which the
-/// newest one is found, the line from there to its end, and the data objects of the newest manifest and of later runs.
+/// newest one is found, the line from there to its end, the data objects of the newest manifest and of later runs, and the
+/// catalogs and data objects of the named snapshots that are kept.
 /// Continues after damage, so that the result lists all of it.
 ///
 /// Of the data objects, the share `share` is read: each is chosen at random. Values of at least 1 choose all.
@@ -117,6 +118,7 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
         for position in found.chain(listed) {
             self.read_line(position).await?;
         }
+        let named = self.named().await?;
         let newest = self.manifests.get(&self.links.manifest).map(|newest| (self.links.manifest, *newest));
         match newest {
             Some((position, manifest)) if self.audited.archived.lsn < manifest.end.lsn => {
@@ -128,7 +130,29 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
             }
             _ => {}
         }
-        self.read_data(newest).await
+        self.read_data(newest, &named).await
+    }
+
+    /// Reads the catalogs below the line. Returns the positions of the catalogs of all kept snapshots.
+    async fn named(&mut self) -> Result<Vec<u64>> {
+        let mut positions = Vec::new();
+        for kept in self.line.view.catalog.clone() {
+            if kept.position < self.lowest {
+                let key = ObjectKey::Line(kept.position);
+                let found = self.get(key).await?;
+                let store = self.line.view.store;
+                let object = found.map(|bytes| LineObject::decode(&bytes, kept.position, store)).transpose();
+                match object {
+                    Ok(Some(object)) if object.nonce == kept.nonce => {
+                        self.lists.insert(kept.position, (Kind::Catalog, object.data));
+                    }
+                    Ok(_) => self.note(key, Damage::Missing),
+                    Err(defect) => self.note(key, Damage::Bytes(defect)),
+                }
+            }
+            positions.push(kept.position);
+        }
+        Ok(positions)
     }
 
     fn note(&mut self, key: ObjectKey, damage: Damage) {
@@ -237,17 +261,30 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
         self.links = object.links.after(&object);
         self.audited.archived = object.archived;
         let kind = object.content.kind();
-        if let Content::Manifest(manifest) = object.content {
-            self.manifests.insert(position, manifest);
+        let snapshots = match object.content {
+            Content::Boundary(boundary) => Some(boundary.snapshots),
+            Content::Catalog(catalog) => Some(catalog.snapshots),
+            Content::Fence(fence) => {
+                self.line.view.cut_catalog(&fence);
+                None
+            }
+            Content::Manifest(manifest) => {
+                self.manifests.insert(position, manifest);
+                None
+            }
+            Content::Run(_) => None,
+        };
+        if let Some(snapshots) = snapshots {
+            self.line.view.catalog = snapshots;
         }
-        if matches!(kind, Kind::Manifest | Kind::Run) && !object.data.is_empty() {
+        if matches!(kind, Kind::Manifest | Kind::Run | Kind::Catalog) && !object.data.is_empty() {
             self.lists.insert(position, (kind, object.data));
         }
         Ok(())
     }
 
-    /// Reads the data objects that a restore of the end reads.
-    async fn read_data(&mut self, newest: Option<(u64, Manifest)>) -> Result<()> {
+    /// Reads the data objects that a restore reads. `named` contains the positions of the catalogs of kept snapshots.
+    async fn read_data(&mut self, newest: Option<(u64, Manifest)>, named: &[u64]) -> Result<()> {
         let Some(store) = self.line.view.store else { return Ok(()) };
         let (position, lowest) = newest.map_or((0, 0), |(position, manifest)| (position, manifest.start));
         let lists = std::mem::take(&mut self.lists);
@@ -256,9 +293,11 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
             files.extend(data.iter().map(|entry| (entry.part.role, entry.part.file)));
         }
         let mut read: HashSet<DataKey> = HashSet::new();
-        for (at, (kind, data)) in lists.range(lowest..) {
+        for (at, (kind, data)) in &lists {
             for entry in data {
                 let is_needed = match kind {
+                    Kind::Catalog => named.contains(at),
+                    _ if *at < lowest => false,
                     Kind::Manifest => *at == position,
                     _ => *at > position || !files.contains(&(entry.part.role, entry.part.file)),
                 };

@@ -1,6 +1,6 @@
 //! Deleting: boundaries, their copies, and sweeps (rules 14, 15 and 17 to 20).
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
 use super::append::{Draft, Settled};
 use super::request::Known;
@@ -31,15 +31,6 @@ impl Verified {
 pub struct Verification {
     manifest: u64,
     left: Vec<DataRef>,
-}
-
-/// A named snapshot that a prune keeps: its numbers, and data objects with its parts and frames.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct KeptParts {
-    /// The numbers of the snapshot. `listed` is ignored.
-    pub snapshot: KeptSnapshot,
-    /// Its data objects.
-    pub data: Vec<DataRef>,
 }
 
 /// The result of a prune.
@@ -127,13 +118,14 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         self.view.manifest.map(|(position, _)| position)
     }
 
-    /// Appends a boundary at the start of the newest manifest, and deletes the objects below the boundary before it. A
-    /// process without a fence may call this, too, after [`find`](Line::find).
+    /// Appends a boundary at the start of the newest manifest, and deletes the objects below the boundary before it. The
+    /// named snapshots of the newest catalog are kept. A process without a fence may call this, too, after
+    /// [`find`](Line::find).
     ///
     /// # Errors
     /// Returns [`Error::Busy`] if a writer appended meanwhile and this process has no fence, and the errors of
     /// [`append_run`](Line::append_run).
-    pub async fn prune(&mut self, verified: Verified, kept: Vec<KeptParts>) -> Result<Pruned> {
+    pub async fn prune(&mut self, verified: Verified) -> Result<Pruned> {
         if self.has_pending() {
             return Err(Error::AppendPending);
         }
@@ -145,9 +137,9 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         self.complete_boundaries().await?;
         let before = self.view.start;
         if !self.archive.rules.follow(Rule::BFirst) {
-            self.sweep(start, before).await?;
+            self.sweep(start, before, &self.view.catalog.clone()).await?;
         }
-        let Some(number) = self.append_boundary(start, position, kept).await? else {
+        let Some(number) = self.append_boundary(start, position).await? else {
             return Ok(Pruned::Nothing);
         };
         self.complete_boundaries().await?;
@@ -170,13 +162,16 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             return Ok(None);
         }
         let mut plan = PrunePlan { number: self.view.boundary_number + 1, start, deletes: Vec::new() };
-        if self.view.boundary_number > 0
-            && let Some(data) = self.dead_data(self.view.start).await?
-        {
-            let is_passed =
-                |key: &ObjectKey| matches!(key, ObjectKey::Line(position) if *position < self.view.start);
-            let names = self.list(Folder::Line).await?;
-            let line = names.iter().filter_map(|name| ObjectKey::parse(name)).filter(is_passed);
+        let number = self.view.boundary_number;
+        if number == 0 {
+            return Ok(Some(plan));
+        }
+        let (start, kept) = self.boundary_of(number).await?;
+        let before = if number > 1 { self.start_of_bound(number - 1).await? } else { 1 };
+        let positions = self.positions_below(start, start, &kept).await?;
+        let left: Vec<u64> = positions.iter().copied().filter(|position| *position < before).collect();
+        if let Some(data) = self.dead_data(start, &kept, &left).await? {
+            let line = positions.into_iter().map(ObjectKey::Line);
             plan.deletes.extend(data.into_iter().map(ObjectKey::Data).chain(line));
             plan.deletes.sort_unstable();
         }
@@ -189,23 +184,16 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     }
 
     /// Appends a boundary (rule 14, [bline]). Returns its number, or `None` if another boundary reached its start.
-    async fn append_boundary(
-        &mut self,
-        start: u64,
-        manifest: u64,
-        kept: Vec<KeptParts>,
-    ) -> Result<Option<u64>> {
+    async fn append_boundary(&mut self, start: u64, manifest: u64) -> Result<Option<u64>> {
         let fence = self.fence_below(start).await?;
-        let listed = |kept: &KeptParts| KeptSnapshot { listed: kept.data.len() as u32, ..kept.snapshot };
-        let snapshots = kept.iter().map(listed).collect();
-        let data = kept.into_iter().flat_map(|kept| kept.data).collect();
+        let snapshots = self.view.catalog.clone();
         let number = self.view.bound + 1;
         let boundary = Boundary { number, start, manifest, fence, snapshots };
         if !self.archive.rules.follow(Rule::BLine) {
             self.copy_unordered(&boundary).await?;
             return Ok(Some(self.view.bound));
         }
-        self.set_pending(Draft::Boundary { boundary: boundary.clone(), data });
+        self.set_pending(Draft::Boundary(boundary.clone()));
         let Settled::Appended(appended) = self.settle(None).await? else { return Ok(None) };
         // The number of this boundary. The check after its create may have found newer ones already.
         let own = self.view.boundaries.get(&appended.position).map(|object| Bound { object: object.clone() });
@@ -308,50 +296,81 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             return Ok(Swept::default());
         }
         if !self.archive.rules.follow(Rule::Chain) {
-            return self.sweep(start_known, 1).await;
+            return self.sweep(start_known, 1, &self.view.catalog.clone()).await;
         }
         // [exact] The boundary that the sweep names, not a newer one: this process has not read the line up to that one.
-        let exact = self.archive.rules.follow(Rule::Exact);
-        let start = if exact { self.start_of_bound(number).await? } else { self.view.start };
+        let (start, kept) = if self.archive.rules.follow(Rule::Exact) {
+            self.boundary_of(number).await?
+        } else {
+            (self.view.start, self.view.catalog.clone())
+        };
         let before = if number > 1 { self.start_of_bound(number - 1).await? } else { 1 };
-        self.sweep(start, before).await
+        self.sweep(start, before, &kept).await
     }
 
     /// Returns the start of a boundary whose copy must exist.
     pub(super) async fn start_of_bound(&mut self, number: u64) -> Result<u64> {
-        let bound = self.get_bound(number).await?;
-        let start = bound.as_ref().and_then(Bound::boundary).map(|boundary| boundary.start);
-        start.ok_or_else(|| Error::missing(ObjectKey::Bound(number)))
+        self.boundary_of(number).await.map(|(start, _)| start)
     }
 
-    /// Deletes line objects below `start`, and data that no object from `start` on lists. `before` is the start of the
-    /// boundary that earlier sweeps carried out.
+    /// Returns the start of a boundary, and the snapshots that it keeps.
+    async fn boundary_of(&mut self, number: u64) -> Result<(u64, Vec<KeptSnapshot>)> {
+        let of = |boundary: &Boundary| (boundary.start, boundary.snapshots.clone());
+        if let Some(bound) = self.get_bound(number).await? {
+            return Ok(bound.boundary().map(of).unwrap_or_default());
+        }
+        // The writer of the boundary stopped before it created the copy.
+        let mut met = self.view.boundaries.values().filter_map(|object| match &object.content {
+            Content::Boundary(boundary) if boundary.number == number => Some(of(boundary)),
+            _ => None,
+        });
+        met.next().ok_or_else(|| Error::missing(ObjectKey::Bound(number)))
+    }
+
+    /// Deletes line objects below `start` except the catalogs of `kept`, and data that no object from `start` on and no
+    /// such catalog lists. `before` is the start of the boundary that earlier sweeps carried out.
     ///
-    /// The caller has read the line from `start` to a boundary above it. Later objects list only data that an object from
-    /// `start` on lists, or data with new keys (rules 11 and 12).
-    async fn sweep(&mut self, start: u64, before: u64) -> Result<Swept> {
-        let Some(dead) = self.dead_data(start).await? else { return Ok(Swept::default()) };
+    /// The caller has read the line from `start` to a boundary above it. Later objects list only data that these objects
+    /// list, or data with new keys (rules 11 and 12).
+    async fn sweep(&mut self, start: u64, before: u64, kept: &[KeptSnapshot]) -> Result<Swept> {
+        // [names] Named snapshots stay (rule 17).
+        let kept = if self.archive.rules.follow(Rule::Names) { kept } else { &[] };
+        let positions = self.positions_below(start, before, kept).await?;
+        let left: Vec<u64> = positions.iter().copied().filter(|position| *position < before).collect();
+        let Some(dead) = self.dead_data(start, kept, &left).await? else { return Ok(Swept::default()) };
         let mut swept = Swept::default();
         for key in dead {
             let deleted = self.delete(ObjectKey::Data(key)).await;
             *if deleted { &mut swept.data_objects } else { &mut swept.refused } += 1;
         }
         // Data first: the lists of a sweep that ends early are still there for the next one.
-        for position in self.positions_below(start, before).await? {
+        for position in positions {
             let deleted = self.delete(ObjectKey::Line(position)).await;
             *if deleted { &mut swept.line_objects } else { &mut swept.refused } += 1;
         }
         if self.archive.rules.follow(Rule::Dedup) {
-            self.view.listings = self.view.listings.split_off(&start);
+            let kept: HashSet<u64> = self.view.catalog.iter().map(|kept| kept.position).collect();
+            self.view.listings.retain(|position, _| *position >= start || kept.contains(position));
         }
         Ok(swept)
     }
 
-    /// Returns data objects that no object from `start` on lists, sorted, or `None` if there is no object at `start`.
-    async fn dead_data(&self, start: u64) -> Result<Option<Vec<DataKey>>> {
+    /// Returns data objects that no object from `start` on and no catalog of `kept` lists, sorted. Returns `None` if there
+    /// is no object at `start`, or if a catalog of `kept` is missing: then nothing may be deleted, because newer objects
+    /// may share its data. Objects at the positions `left`, which were kept so far, may be missing.
+    async fn dead_data(
+        &self,
+        start: u64,
+        kept: &[KeptSnapshot],
+        left: &[u64],
+    ) -> Result<Option<Vec<DataKey>>> {
         let Some(first) = self.get_line(start).await? else { return Ok(None) };
-        let kept: HashSet<DataKey> =
-            self.view.listings.range(start..).flat_map(|(_, data)| data).map(|entry| entry.key).collect();
+        let mut keys: HashSet<DataKey> = self.view.kept_lists(start, &[]).map(|entry| entry.key).collect();
+        for kept in kept.iter().filter(|kept| kept.position < start) {
+            let Some(listed) = self.kept_list(kept).await? else { return Ok(None) };
+            keys.extend(listed.iter().map(|entry| entry.key));
+        }
+        let kept = keys;
         let mut dead: HashSet<DataKey> = HashSet::new();
         let mut position = first.links.listing;
         while position > 0 {
@@ -359,6 +378,10 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let Some(object) = self.get_line(position).await? else { break };
             dead.extend(object.data.iter().map(|entry| entry.key).filter(|key| !kept.contains(key)));
             position = object.links.listing;
+        }
+        for position in left {
+            let listed = self.get_line(*position).await?.map_or_else(Vec::new, |object| object.data);
+            dead.extend(listed.iter().map(|entry| entry.key).filter(|key| !kept.contains(key)));
         }
         dead.extend(self.unlisted(&kept).await?);
         let mut dead: Vec<_> = dead.into_iter().collect();
@@ -385,15 +408,17 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(unlisted)
     }
 
-    /// Returns the positions of line objects to delete: those that earlier sweeps left, and those from `before` on.
-    async fn positions_below(&self, start: u64, before: u64) -> Result<Vec<u64>> {
+    /// Returns the positions of line objects to delete: those that earlier sweeps left, and those from `before` on. The
+    /// catalogs of `kept` stay.
+    async fn positions_below(&self, start: u64, before: u64, kept: &[KeptSnapshot]) -> Result<Vec<u64>> {
         let names = self.list(Folder::Line).await?;
         let left = names.iter().filter_map(|name| match ObjectKey::parse(name) {
             Some(ObjectKey::Line(position)) if position < before => Some(position),
             _ => None,
         });
-        let mut positions: Vec<u64> = left.chain(before..start).collect();
-        positions.sort_unstable();
-        Ok(positions)
+        let is_kept = |position: &u64| kept.iter().any(|kept| kept.position == *position);
+        let positions = left.chain(before..start).filter(|position| !is_kept(position));
+        let positions: BTreeSet<u64> = positions.collect();
+        Ok(positions.into_iter().collect())
     }
 }

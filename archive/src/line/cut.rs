@@ -1,5 +1,6 @@
 //! Continuing the line at an earlier point (rule 8).
 
+use super::append::Draft;
 use super::fence::Takeover;
 use super::{Line, Nonces};
 use crate::bucket::Bucket;
@@ -9,7 +10,7 @@ use crate::object::BatchPoint;
 
 impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     /// Begins a term with a fence that cuts the line at `point`. The batches above the point stay readable by incarnation
-    /// and Lsn until a boundary passes them.
+    /// and Lsn until a boundary passes them. Named snapshots above the point are given up.
     ///
     /// The caller has [claimed](Line::claim) the archive, restored the state at the point with
     /// [`read_state_at`](Line::read_state_at), and given the directory its own opening.
@@ -32,6 +33,13 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         self.view.links.manifest = manifest.map_or(0, |(position, _)| position);
         self.view.runs.clear();
         self.view.runs_above = point.lsn;
-        self.fence_at(local, Takeover::Refused, Some(point)).await
+        let kept = self.view.catalog.len();
+        self.fence_at(local, Takeover::Refused, Some(point)).await?;
+        if self.view.catalog.len() < kept {
+            let snapshots = self.view.catalog.clone();
+            self.set_pending(Draft::Catalog { snapshots, new: None, data: Vec::new() });
+            self.settle(None).await?;
+        }
+        Ok(())
     }
 }

@@ -86,8 +86,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     pub async fn claim(&mut self, nonce: Nonce) -> Result<FenceRecord> {
         loop {
             let Some(newest) = &self.view.fence else { return Err(Error::Empty) };
-            let store_file = newest.content.store_file.clone();
-            let fence = Fence { store_file, openings: Vec::new(), cut: None };
+            let fence = Fence { openings: Vec::new(), cut: None, ..newest.content.clone() };
             let object = self.next_object(self.view.next, nonce, Vec::new(), Content::Fence(fence));
             let object = LineObject { store: self.view.store.ok_or(Error::Empty)?, ..object };
             if self.create_fence(&object).await? {
@@ -126,7 +125,12 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         let openings = local.openings().into_iter().filter(|header| {
             header.opening.is_some_and(|opening| opening.incarnation.number > archived.incarnation.number)
         });
-        let fence = Fence { store_file: local.store_file(), openings: openings.collect(), cut };
+        let fence = Fence {
+            store_file: local.store_file(),
+            openings: openings.collect(),
+            cut,
+            follows_open_store: local.is_open(),
+        };
         let position = self.view.next;
         let mut object = self.next_object(position, nonce, Vec::new(), Content::Fence(fence));
         object.store = local.store();

@@ -4,7 +4,7 @@ use super::view::View;
 use super::{Line, Nonces};
 use crate::bucket::Bucket;
 use crate::error::{Error, Result};
-use crate::object::{Bound, Content, Folder, Hint, KeptFence, LineObject, ObjectKey};
+use crate::object::{Bound, Content, DataRef, Folder, Hint, KeptFence, KeptSnapshot, LineObject, ObjectKey};
 use crate::rules::Rule;
 
 /// Number of boundaries that may pass a reader before it gives up.
@@ -113,6 +113,10 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
 
     pub(super) fn learn_bound(&mut self, bound: &Bound) {
         let Some(boundary) = bound.boundary() else { return };
+        // Once the line was read, its own objects decide.
+        if self.view.next == 1 && boundary.number > self.view.bound {
+            self.view.catalog = boundary.snapshots.clone();
+        }
         self.view.bound = self.view.bound.max(boundary.number);
         self.view.boundary_number = self.view.boundary_number.max(boundary.number);
         self.view.start = self.view.start.max(boundary.start);
@@ -183,6 +187,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             self.view.manifest = Some((links.manifest, manifest));
             self.view.listings.insert(links.manifest, object.data);
         }
+        self.read_catalog(lowest).await?;
         if lists == Lists::OfManifest {
             return Ok(());
         }
@@ -192,7 +197,41 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             self.view.listings.insert(position, object.data);
             position = object.links.listing;
         }
+        for kept in self.view.catalog.clone() {
+            if let Some(listed) = self.kept_list(&kept).await? {
+                self.view.listings.insert(kept.position, listed);
+            }
+        }
         Ok(())
+    }
+
+    /// Reads the named snapshots that the archive keeps: those of the newest catalog or boundary.
+    async fn read_catalog(&mut self, lowest: u64) -> Result<()> {
+        let (catalog, newest) = (self.view.links.catalog, self.view.links.boundary);
+        if catalog > newest && catalog >= self.view.start.max(lowest) {
+            let Content::Catalog(content) = self.need_line(catalog).await?.content else {
+                return Err(self.wrong_link(catalog));
+            };
+            self.view.catalog = content.snapshots;
+        } else if let Some(object) = self.view.boundaries.get(&newest)
+            && let Content::Boundary(boundary) = &object.content
+        {
+            self.view.catalog = boundary.snapshots.clone();
+        }
+        if let Some(fence) = self.view.fence.clone().filter(|fence| fence.position > catalog.max(newest)) {
+            self.view.cut_catalog(&fence.content);
+        }
+        Ok(())
+    }
+
+    /// Returns the data objects of a kept snapshot, or `None` if the catalog that lists them was deleted.
+    pub(super) async fn kept_list(&self, kept: &KeptSnapshot) -> Result<Option<Vec<DataRef>>> {
+        if let Some(listed) = self.view.listings.get(&kept.position) {
+            return Ok(Some(listed.clone()));
+        }
+        let object = self.get_line(kept.position).await?;
+        // In a hole, a stalled writer may have created another object.
+        Ok(object.filter(|object| object.nonce == kept.nonce).map(|object| object.data))
     }
 
     /// Reads the boundaries of the line whose copies were not found.

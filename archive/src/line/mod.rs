@@ -10,7 +10,7 @@
 //! | `restore.rs` | 10, 22 to 24, 27, 28: reading a state |
 //! | `cut.rs` | 8: continuing the line at an earlier point |
 //! | `boundary.rs` | 14, 15, 17 to 20: boundaries, prunes and sweeps |
-//! | `append.rs` | 3, 6, 7, 9 to 12, 16: runs and manifests |
+//! | `append.rs` | 3, 6, 7, 9 to 12, 16, 17: runs, manifests and catalogs |
 //! | `known_runs.rs` | 17: the run that holds the `redo` of a snapshot |
 //! | `fence.rs` | 4, 5, 29: claims, lineage and fences |
 //! | `find.rs` | 15, 22: finding the newest boundary and the end |
@@ -43,9 +43,9 @@ use crate::rules::Rules;
 use append::Pending;
 use view::View;
 
-pub use append::{Appended, SnapshotParts};
+pub use append::{Appended, NamedParts, SnapshotParts, UPLOADS_MAX};
 pub use audit::{Audited, DamagedObject, audit};
-pub use boundary::{KeptParts, PrunePlan, Pruned, Swept, Verification, Verified};
+pub use boundary::{PrunePlan, Pruned, Swept, Verification, Verified};
 pub use fence::Takeover;
 pub use nonces::SystemNonces;
 pub use probe::probe;
@@ -94,6 +94,8 @@ pub struct Line<'a, B, N> {
     fresh: HashMap<Part, DataRef>,
     /// Position and nonce of the last fence that this process tried to create.
     tried_fence: Option<(u64, Nonce)>,
+    /// Number of bytes of parts that this writer uploaded.
+    uploaded: u64,
     /// Data objects of the newest manifest that were read back.
     verified: HashSet<DataKey>,
     /// Data objects whose upload a test delays until a manifest lists them.
@@ -123,6 +125,7 @@ impl<'a, B: Bucket, N: Nonces> Line<'a, B, N> {
             pending: None,
             fresh: HashMap::new(),
             tried_fence: None,
+            uploaded: 0,
             verified: HashSet::new(),
             #[cfg(feature = "testing")]
             late: Vec::new(),
@@ -158,6 +161,20 @@ impl<'a, B: Bucket, N: Nonces> Line<'a, B, N> {
     #[must_use]
     pub fn archived(&self) -> BatchPoint {
         self.view.archived
+    }
+
+    /// Returns the number of bytes of parts that this handle uploaded.
+    #[must_use]
+    pub fn uploaded(&self) -> u64 {
+        self.uploaded
+    }
+
+    /// Returns the number of bytes of the data objects that objects after the newest manifest list.
+    #[must_use]
+    pub fn listed_after_manifest(&self) -> u64 {
+        let after = self.newest_manifest().map_or(self.view.start, |manifest| manifest + 1);
+        let listed = self.view.listings.range(after..).flat_map(|(_, listed)| listed);
+        listed.map(|entry| entry.part.len).sum()
     }
 
     /// Returns the writer's term: the position of its fence, or `None` before [`fence`](Line::fence).

@@ -1,6 +1,6 @@
 //! Reading a state of the line (rules 10, 22 to 24, 27 and 28).
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::io;
 
 use remanent_format::{Lsn, StoreId};
@@ -9,14 +9,15 @@ use super::{Line, Nonces};
 use crate::bucket::Bucket;
 use crate::error::{Damage, Error, Result};
 use crate::object::{
-    BatchPoint, Content, DataRef, Fence, LineObject, Manifest, ObjectKey, Part, Role, Run, predecessor,
+    BatchPoint, Content, DataKey, DataRef, Fence, KeptSnapshot, LineObject, Manifest, ObjectKey, Part, Role,
+    Run, predecessor,
 };
 
 /// A receiver of a state: a restore, or a view. After an error it discards the received parts and starts again.
 ///
 /// The calls come in this order: the newest fence below the first object that is read; the manifest with its parts if
-/// there is one; and then frames, parts of the files that the frames name, fences and truncations in the order of the
-/// line.
+/// there is one; then frames, parts of the files that the frames name, fences and truncations in the order of the line; and
+/// then the named snapshots, newest first, each after those of its parts that were not received yet.
 pub trait StateSink {
     /// Receives the manifest from which the restore starts.
     ///
@@ -48,6 +49,19 @@ pub trait StateSink {
     /// # Errors
     /// Returns the error of the disk.
     fn truncate(&mut self, lsn: Lsn) -> io::Result<()>;
+
+    /// Receives a part of a file of a named snapshot. A file only grows, so that no bytes that were received are replaced by
+    /// older ones.
+    ///
+    /// # Errors
+    /// Returns the error of the disk.
+    fn named_part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()>;
+
+    /// Receives a named snapshot, all parts of which were received.
+    ///
+    /// # Errors
+    /// Returns the error of the disk.
+    fn named(&mut self, snapshot: &KeptSnapshot, parts: &[Part]) -> io::Result<()>;
 }
 
 /// The end of a state that was read.
@@ -61,6 +75,17 @@ pub struct RestoredEnd {
     pub incarnation: u32,
     /// Position of the newest fence.
     pub fence: u64,
+    /// Number of named snapshots.
+    pub named: u64,
+    /// Whether the last writer archived the store while it was open.
+    pub follows_open_store: bool,
+}
+
+/// Where the reading of a state at a batch ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Until {
+    Batch,
+    EndOfRun,
 }
 
 /// A state while it is read.
@@ -74,6 +99,8 @@ struct Reading {
     /// Position of the manifest, and the files of which it lists parts. Runs below it contain older parts of them.
     manifest: u64,
     files: HashSet<(Role, u64)>,
+    /// The data object that was received for each part of a file, by role, file and offset, and the position that listed it.
+    received: HashMap<(Role, u64, u64), (u64, DataKey)>,
 }
 
 impl<B: Bucket, N: Nonces> Line<'_, B, N> {
@@ -84,7 +111,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     /// if an object is missing or invalid.
     pub async fn read_state<S: StateSink>(&mut self, sink: &mut S) -> Result<RestoredEnd> {
         let manifest = self.view.manifest;
-        let end = self.read_from(manifest, None, sink).await?;
+        let end = self.read_from(manifest, None, Until::Batch, sink).await?;
         if end.batch != self.view.archived {
             let damage = Damage::Gap { found: self.view.archived, expected: end.batch };
             return Err(Error::Damaged { key: ObjectKey::Line(self.view.next - 1), damage });
@@ -99,7 +126,16 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     /// [`read_state`](Line::read_state).
     pub async fn read_state_at<S: StateSink>(&mut self, lsn: Lsn, sink: &mut S) -> Result<RestoredEnd> {
         let manifest = self.manifest_before(lsn).await?;
-        self.read_from(manifest, Some(lsn), sink).await
+        self.read_from(manifest, Some(lsn), Until::Batch, sink).await
+    }
+
+    /// Reads the state after the batch `lsn`, and the later batches of the same run.
+    ///
+    /// # Errors
+    /// Returns the errors of [`read_state_at`](Line::read_state_at).
+    pub async fn read_state_through<S: StateSink>(&mut self, lsn: Lsn, sink: &mut S) -> Result<RestoredEnd> {
+        let manifest = self.manifest_before(lsn).await?;
+        self.read_from(manifest, Some(lsn), Until::EndOfRun, sink).await
     }
 
     /// Returns the newest manifest that ends at or below a batch, or `None` if the line is kept from its beginning.
@@ -120,10 +156,11 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         &mut self,
         newest: Option<(u64, Manifest)>,
         at: Option<Lsn>,
+        until: Until,
         sink: &mut S,
     ) -> Result<RestoredEnd> {
         let lowest = newest.map_or(1, |(_, manifest)| manifest.start);
-        match self.read_window(newest, at, sink).await {
+        match self.read_window(newest, at, until, sink).await {
             Ok(end) => Ok(end),
             Err(error) => Err(self.unless_overtaken(error, lowest).await?),
         }
@@ -133,11 +170,13 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         &mut self,
         newest: Option<(u64, Manifest)>,
         at: Option<Lsn>,
+        until: Until,
         sink: &mut S,
     ) -> Result<RestoredEnd> {
         let store = self.view.store.ok_or(Error::Empty)?;
         let mut reading = Reading::default();
-        let mut lowest = 1;
+        // A search for newer boundaries changes the start.
+        let (mut lowest, kept_from) = (1, self.view.start);
         if let Some((position, manifest)) = newest {
             lowest = manifest.start;
             // The fence with the openings of the frames that follow, and with the identity of the store (rule 17).
@@ -145,7 +184,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
                 sink.fence(&kept.content)?;
             }
             reading.manifest = position;
-            reading.files = self.read_manifest(position, &manifest, store, sink).await?;
+            self.read_manifest(position, &manifest, store, &mut reading, sink).await?;
             reading.redo = manifest.redo;
             reading.point = if manifest.follows_gap { manifest.end } else { manifest.redo };
         } else if self.view.start > 1 {
@@ -164,27 +203,64 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let damage = Damage::EndNotReached { end: manifest.end, found: reading.point };
             return Err(Error::Damaged { key: ObjectKey::Line(position), damage });
         }
-        if let Some(lsn) = at.filter(|lsn| *lsn < reading.point.lsn) {
+        if let Some(lsn) = at.filter(|lsn| until == Until::Batch && *lsn < reading.point.lsn) {
             sink.truncate(lsn)?;
         }
+        let named = self.read_named(at, kept_from, store, &mut reading, sink).await?;
         // [rcheck] What was read may lie in a hole.
         if self.is_overtaken(lowest).await? {
             return Err(Error::Overtaken { position: lowest });
         }
         let incarnation = reading.incarnation.max(reading.point.incarnation.number);
-        Ok(RestoredEnd { store, batch: reading.point, incarnation, fence: self.view.links.fence })
+        let follows_open_store = self.view.fence.as_ref().is_some_and(|kept| kept.content.follows_open_store);
+        let (batch, fence) = (reading.point, self.view.links.fence);
+        Ok(RestoredEnd { store, batch, incarnation, fence, named, follows_open_store })
     }
 
-    /// Reads the parts of a manifest. Returns the files.
+    /// Reads the named snapshots that contain no batch above `at`. `kept_from` is the start of the boundary that keeps them.
+    /// Returns their number.
+    async fn read_named<S: StateSink>(
+        &mut self,
+        at: Option<Lsn>,
+        kept_from: u64,
+        store: StoreId,
+        reading: &mut Reading,
+        sink: &mut S,
+    ) -> Result<u64> {
+        let mut count = 0;
+        let is_in_state = |kept: &&KeptSnapshot| at.is_none_or(|lsn| kept.batch.lsn <= lsn);
+        for kept in self.view.catalog.clone().iter().rev().filter(is_in_state) {
+            let Some(listed) = self.kept_list(kept).await? else {
+                return Err(self.missing(ObjectKey::Line(kept.position), kept_from).await?);
+            };
+            for entry in &listed {
+                let part = &entry.part;
+                let place = (part.role, part.file, part.offset);
+                let is_newer = |(lister, key): &(u64, DataKey)| *lister > kept.position || *key == entry.key;
+                if reading.received.get(&place).is_some_and(is_newer) {
+                    continue;
+                }
+                let bytes = self.need_data(entry, store, kept_from).await?;
+                sink.named_part(part, &bytes)?;
+                reading.received.insert(place, (kept.position, entry.key));
+            }
+            let parts: Vec<Part> = listed.iter().map(|entry| entry.part).collect();
+            sink.named(kept, &parts)?;
+            count += 1;
+        }
+        Ok(count)
+    }
+
+    /// Reads the parts of a manifest.
     async fn read_manifest<S: StateSink>(
         &mut self,
         position: u64,
         manifest: &Manifest,
         store: StoreId,
+        reading: &mut Reading,
         sink: &mut S,
-    ) -> Result<HashSet<(Role, u64)>> {
+    ) -> Result<()> {
         sink.manifest(manifest)?;
-        let mut files = HashSet::new();
         let listed = match self.view.listings.get(&position) {
             Some(listed) => listed.clone(),
             None => self.need_line(position).await?.data,
@@ -195,10 +271,11 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
                 sink.frames(&manifest.redo, &manifest.end, &bytes)?;
             } else {
                 sink.part(&entry.part, &bytes)?;
-                files.insert((entry.part.role, entry.part.file));
+                reading.files.insert((entry.part.role, entry.part.file));
+                reading.receive(position, entry);
             }
         }
-        Ok(files)
+        Ok(())
     }
 
     /// Returns the cuts of the line above `lowest` that go back behind `at`, newest first.
@@ -240,7 +317,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             match &object.content {
                 Content::Run(run) => self.read_run(&object, run, reading, sink).await?,
                 Content::Fence(fence) => reading.fence(fence, sink)?,
-                Content::Manifest(_) | Content::Boundary(_) => {}
+                Content::Manifest(_) | Content::Boundary(_) | Content::Catalog(_) => {}
             }
         }
         Ok(())
@@ -269,6 +346,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
                 && reading.files.contains(&(entry.part.role, entry.part.file));
             if !is_older {
                 self.read_long_run(object, run, entry, sink).await?;
+                reading.receive(object.position, entry);
             }
         }
         reading.point = run.after;
@@ -292,6 +370,12 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
 }
 
 impl Reading {
+    /// Notes a part of a file that was received.
+    fn receive(&mut self, position: u64, entry: &DataRef) {
+        let Part { role, file, offset, .. } = entry.part;
+        self.received.insert((role, file, offset), (position, entry.key));
+    }
+
     /// Notes the incarnations of a fence.
     fn note(&mut self, fence: &Fence) {
         let numbers = fence.openings.iter().filter_map(|header| header.opening);

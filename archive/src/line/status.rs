@@ -6,7 +6,7 @@ use super::find::Lists;
 use super::{Archive, Line, Nonces};
 use crate::bucket::Bucket;
 use crate::error::{Error, Result};
-use crate::object::{BatchPoint, Manifest};
+use crate::object::{BatchPoint, KeptSnapshot, Manifest};
 
 /// A summary of an archive.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,6 +26,8 @@ pub struct Status {
     pub boundary: u64,
     /// The newest manifest.
     pub manifest: Option<ManifestStatus>,
+    /// The named snapshots that the archive keeps, oldest first.
+    pub named: Vec<KeptSnapshot>,
 }
 
 /// The newest manifest of an archive.
@@ -50,7 +52,7 @@ impl Status {
         (self.end + 1).saturating_sub(first)
     }
 
-    /// Returns the number of objects that were appended after the newest manifest: runs, fences and boundaries.
+    /// Returns the number of objects that were appended after the newest manifest: runs, fences, boundaries and catalogs.
     #[must_use]
     pub fn after_manifest(&self) -> u64 {
         self.end - self.manifest.as_ref().map_or(self.start - 1, |newest| newest.position)
@@ -80,5 +82,6 @@ pub async fn status<B: Bucket, N: Nonces>(archive: Archive<'_, B, N>) -> Result<
         archived: view.archived,
         boundary: view.boundary_number.max(view.bound),
         manifest,
+        named: view.catalog.clone(),
     })
 }

@@ -6,11 +6,12 @@ use remanent_format::{Lsn, StoreId};
 
 use crate::error::{Damage, Error, Result};
 use crate::object::{
-    BatchPoint, Boundary, Content, DataRef, Fence, KeptFence, LineObject, Links, Manifest, Nonce, ObjectKey,
+    BatchPoint, Boundary, Content, DataRef, Fence, KeptFence, KeptSnapshot, LineObject, Links, Manifest,
+    Nonce, ObjectKey,
 };
 
 /// The part of the line that a process knows: the newest objects of each kind, and all lists of data objects from the
-/// newest boundary on.
+/// newest boundary on and of kept snapshots.
 #[derive(Clone, Debug)]
 pub(super) struct View {
     /// The store, once an object was read.
@@ -35,6 +36,8 @@ pub(super) struct View {
     pub fence: Option<KeptFence>,
     /// Position and content of the newest manifest.
     pub manifest: Option<(u64, Manifest)>,
+    /// The named snapshots that the archive keeps.
+    pub catalog: Vec<KeptSnapshot>,
     /// Lists of data objects, by the position of the object.
     pub listings: BTreeMap<u64, Vec<DataRef>>,
     /// Position and last Lsn of the runs since the newest start of a manifest.
@@ -57,6 +60,7 @@ impl Default for View {
             boundaries: BTreeMap::new(),
             fence: None,
             manifest: None,
+            catalog: Vec::new(),
             listings: BTreeMap::new(),
             runs: Vec::new(),
             runs_above: Lsn(0),
@@ -80,7 +84,11 @@ impl View {
                 self.manifest = Some((position, *manifest));
                 self.runs.retain(|(run, _)| *run >= manifest.start);
             }
-            Content::Boundary(boundary) => self.absorb_boundary(object, boundary),
+            Content::Boundary(boundary) => {
+                self.absorb_boundary(object, boundary);
+                self.catalog = boundary.snapshots.clone();
+            }
+            Content::Catalog(catalog) => self.catalog = catalog.snapshots.clone(),
         }
         if !object.data.is_empty() {
             self.listings.insert(position, object.data.clone());
@@ -99,6 +107,25 @@ impl View {
         {
             self.manifest = None; // A cut goes back behind the newest manifest.
         }
+        self.cut_catalog(fence);
+    }
+
+    /// Removes the snapshots that a fence cuts off.
+    pub fn cut_catalog(&mut self, fence: &Fence) {
+        if let Some(cut) = fence.cut {
+            self.catalog.retain(|kept| kept.batch.lsn <= cut.lsn);
+        }
+    }
+
+    /// Returns the lists of data objects that a boundary at `start` keeps, apart from those of `kept` that are not known.
+    pub fn kept_lists<'a>(
+        &'a self,
+        start: u64,
+        kept: &'a [KeptSnapshot],
+    ) -> impl Iterator<Item = &'a DataRef> {
+        let below = kept.iter().map(|kept| kept.position).filter(move |position| *position < start);
+        let below = below.filter_map(|position| self.listings.get(&position));
+        self.listings.range(start..).map(|(_, listed)| listed).chain(below).flatten()
     }
 
     pub fn absorb_boundary(&mut self, object: &LineObject, boundary: &Boundary) {

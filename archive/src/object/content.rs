@@ -1,7 +1,9 @@
-//! The contents of line objects: fences, runs, manifests and boundaries.
+//! The contents of line objects: fences, runs, manifests, boundaries and catalogs.
+
+use std::collections::HashSet;
 
 use remanent_format::layout::layout;
-use remanent_format::limits::{NUMBER_MAX, STORE_RECORD_LEN_MAX};
+use remanent_format::limits::{NUMBER_MAX, SNAPSHOT_NAME_LEN_MAX, STORE_RECORD_LEN_MAX};
 use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
 use remanent_format::store::{StoreFile, StoreHeaderRaw};
 use remanent_format::{Lsn, SnapshotId, StoreId};
@@ -11,13 +13,15 @@ use super::header::{BatchPoint, Kind, Nonce, check_point};
 
 /// Bit of a fence's `flags`: the fence cuts the line.
 const FLAG_CUT: u32 = 1;
+/// Bit of a fence's `flags`: the writer archives the store while it is open.
+const FLAG_OPEN: u32 = 2;
 /// Bit of a manifest's `flags`: the manifest follows a gap.
 const FLAG_GAP: u32 = 1;
 
 layout! {
     /// The encoded head of a fence.
     pub struct FenceRaw: 32 {
-        /// Bit 0: the fence cuts the line at `cut`.
+        /// Bit 0: the fence cuts the line at `cut`. Bit 1: the writer archives the store while it is open.
         0 => flags: u32,
         /// Length of the STORE file in bytes.
         4 => store_len: u32,
@@ -79,18 +83,32 @@ layout! {
 }
 
 layout! {
-    /// A named snapshot that a boundary keeps.
-    pub struct KeptSnapshotRaw: 64 {
-        /// Number of the snapshot.
-        0 => snapshot: SnapshotId,
-        /// The batch from which the snapshot needs the log.
-        8 => redo: BatchPoint,
-        /// The batch up to which the snapshot needs the log.
-        28 => end: BatchPoint,
-        /// Number of the snapshot's entries in the boundary's list of data objects.
-        48 => listed: u32,
+    /// The encoded head of a catalog.
+    pub struct CatalogRaw: 8 {
+        /// Number of kept snapshots.
+        0 => snapshots: u32,
         /// Reserved, always zero.
-        52 => reserved: [u8; 12],
+        4 => reserved: [u8; 4],
+    }
+}
+
+layout! {
+    /// A named snapshot that a catalog or a boundary lists.
+    pub struct KeptSnapshotRaw: 128 {
+        /// Position of the catalog that lists the snapshot's files.
+        0 => position: u64,
+        /// Nonce of that catalog.
+        8 => nonce: Nonce,
+        /// Number of the snapshot.
+        24 => snapshot: SnapshotId,
+        /// The last batch that the snapshot contains.
+        32 => batch: BatchPoint,
+        /// Length of the name in bytes.
+        52 => name_len: u32,
+        /// The name, then zeros.
+        56 => name: [u8; SNAPSHOT_NAME_LEN_MAX],
+        /// Number of bytes of the files' parts.
+        120 => bytes: u64,
     }
 }
 
@@ -106,6 +124,9 @@ pub struct Fence {
     pub openings: Vec<SegmentHeader>,
     /// The last batch that the line keeps, if the fence cuts it (rule 8).
     pub cut: Option<BatchPoint>,
+    /// Whether the writer archives the store while it is open, not after it was closed. A claim repeats this of the fence
+    /// before it.
+    pub follows_open_store: bool,
 }
 
 /// The content of a run: frames of the log without gaps. If the object lists data objects, they contain the frames.
@@ -135,7 +156,8 @@ pub struct Manifest {
     pub follows_gap: bool,
 }
 
-/// The content of a boundary: objects below `start` may be deleted. The object lists the data of the kept snapshots.
+/// The content of a boundary: objects below `start` may be deleted, except the catalogs at the positions of kept snapshots
+/// and the data that those list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Boundary {
     /// Number of the boundary, from 1.
@@ -146,7 +168,15 @@ pub struct Boundary {
     pub manifest: u64,
     /// The newest fence below `start`, which a restore needs for the identity of the store and for its openings.
     pub fence: Option<KeptFence>,
-    /// Named snapshots that are kept.
+    /// The named snapshots that are kept, as in the newest catalog below the boundary.
+    pub snapshots: Vec<KeptSnapshot>,
+}
+
+/// The content of a catalog: all named snapshots that the archive keeps from here on, oldest first. If the last one is at
+/// the catalog's own position, the object lists the files of that snapshot.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Catalog {
+    /// The snapshots.
     pub snapshots: Vec<KeptSnapshot>,
 }
 
@@ -161,18 +191,22 @@ pub struct KeptFence {
     pub content: Fence,
 }
 
-/// A named snapshot that a boundary keeps. Its parts, and its frames from `redo` to `end`, are `listed` consecutive
-/// entries of the boundary's list of data objects.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A named snapshot that the archive keeps. It is exact, so that it needs no frames: the files that the catalog at
+/// `position` lists are its state.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeptSnapshot {
+    /// Position of the catalog that lists the snapshot's files.
+    pub position: u64,
+    /// Nonce of that catalog.
+    pub nonce: Nonce,
     /// Number of the snapshot.
     pub snapshot: SnapshotId,
-    /// The batch from which the snapshot needs the log.
-    pub redo: BatchPoint,
-    /// The batch up to which the snapshot needs the log.
-    pub end: BatchPoint,
-    /// Number of entries in the list.
-    pub listed: u32,
+    /// The last batch that the snapshot contains.
+    pub batch: BatchPoint,
+    /// The name: 1 to 64 bytes. No other kept snapshot has it.
+    pub name: String,
+    /// Number of bytes of the files' parts.
+    pub bytes: u64,
 }
 
 /// The content of a line object.
@@ -183,6 +217,18 @@ pub enum Content {
     Run(Run),
     Manifest(Manifest),
     Boundary(Boundary),
+    Catalog(Catalog),
+}
+
+/// The fields of a line object that its content must agree with.
+#[derive(Clone, Copy)]
+pub(super) struct OwnFields {
+    pub store: StoreId,
+    pub position: u64,
+    pub nonce: Nonce,
+    /// Number and total length of the data objects in the object's list.
+    pub listed: u32,
+    pub listed_bytes: u64,
 }
 
 impl Content {
@@ -194,6 +240,7 @@ impl Content {
             Content::Run(_) => Kind::Run,
             Content::Manifest(_) => Kind::Manifest,
             Content::Boundary(_) => Kind::Boundary,
+            Content::Catalog(_) => Kind::Catalog,
         }
     }
 
@@ -206,23 +253,19 @@ impl Content {
             }
             Content::Manifest(manifest) => out.extend_from_slice(&manifest.to_raw().to_bytes()),
             Content::Boundary(boundary) => boundary.encode(out),
+            Content::Catalog(catalog) => catalog.encode(out),
         }
     }
 
-    /// Decodes the content of a line object of `kind` (SPEC A8, A9, B1 and B2). `listed` is the number of data objects in
-    /// the object's list.
-    pub(super) fn decode(
-        kind: Kind,
-        cursor: &mut Cursor<'_>,
-        store: StoreId,
-        listed: u32,
-    ) -> Result<Self, ObjectDefect> {
+    /// Decodes the content of a line object of `kind` (SPEC A8, A9, B1, B2 and B6).
+    pub(super) fn decode(kind: Kind, cursor: &mut Cursor<'_>, own: OwnFields) -> Result<Self, ObjectDefect> {
         match kind {
-            Kind::Run => Run::decode(cursor, listed).map(Content::Run),
+            Kind::Run => Run::decode(cursor, own.listed).map(Content::Run),
             Kind::Manifest => Manifest::decode(cursor).map(Content::Manifest),
-            Kind::Boundary => Boundary::decode(cursor, store, listed).map(Content::Boundary),
+            Kind::Boundary => Boundary::decode(cursor, own).map(Content::Boundary),
+            Kind::Catalog => Catalog::decode(cursor, own).map(Content::Catalog),
             _ => {
-                let fence = Fence::decode(cursor, store)?;
+                let fence = Fence::decode(cursor, own.store)?;
                 cursor.finish()?;
                 Ok(Content::Fence(fence))
             }
@@ -233,7 +276,8 @@ impl Content {
 impl Fence {
     fn encode(&self, out: &mut Vec<u8>) {
         let raw = FenceRaw {
-            flags: if self.cut.is_some() { FLAG_CUT } else { 0 },
+            flags: if self.cut.is_some() { FLAG_CUT } else { 0 }
+                | if self.follows_open_store { FLAG_OPEN } else { 0 },
             store_len: self.store_file.len() as u32,
             openings: self.openings.len() as u32,
             cut: self.cut.unwrap_or_default(),
@@ -248,9 +292,10 @@ impl Fence {
     fn decode(cursor: &mut Cursor<'_>, store: StoreId) -> Result<Self, ObjectDefect> {
         let at = cursor.offset();
         let raw = FenceRaw::from_bytes(cursor.array()?);
-        check_limit("flags of a fence", raw.flags.into(), FLAG_CUT.into(), at)?;
+        check_limit("flags of a fence", raw.flags.into(), (FLAG_CUT | FLAG_OPEN).into(), at)?;
         check_point("point of a cut", &raw.cut, at + 12)?;
-        let cuts = raw.flags == FLAG_CUT;
+        let cuts = raw.flags & FLAG_CUT != 0;
+        let follows_open_store = raw.flags & FLAG_OPEN != 0;
         check_field(
             cuts || raw.cut == BatchPoint::default(),
             "unused point of a cut",
@@ -277,7 +322,7 @@ impl Fence {
             check_field(header.opening.is_some(), "segment that opens no incarnation", header.segment, at)?;
             openings.push(header);
         }
-        Ok(Self { store_file, openings, cut: cuts.then_some(raw.cut) })
+        Ok(Self { store_file, openings, cut: cuts.then_some(raw.cut), follows_open_store })
     }
 }
 
@@ -341,15 +386,10 @@ impl Boundary {
         };
         out.extend_from_slice(&raw.to_bytes());
         out.extend_from_slice(&fence);
-        for kept in &self.snapshots {
-            let KeptSnapshot { snapshot, redo, end, listed } = *kept;
-            out.extend_from_slice(
-                &KeptSnapshotRaw { snapshot, redo, end, listed, reserved: [0; 12] }.to_bytes(),
-            );
-        }
+        self.snapshots.iter().for_each(|kept| kept.encode(out));
     }
 
-    fn decode(cursor: &mut Cursor<'_>, store: StoreId, listed: u32) -> Result<Self, ObjectDefect> {
+    fn decode(cursor: &mut Cursor<'_>, own: OwnFields) -> Result<Self, ObjectDefect> {
         let at = cursor.offset();
         let raw = BoundaryRaw::from_bytes(cursor.array()?);
         check_limit("number of a boundary", raw.number, NUMBER_MAX, at)?;
@@ -371,37 +411,117 @@ impl Boundary {
         let mut fence = None;
         if has_fence {
             let mut inner = Cursor::new(cursor.take(raw.fence_len as usize)?, at + BoundaryRaw::LEN);
-            let content = Fence::decode(&mut inner, store)?;
+            let content = Fence::decode(&mut inner, own.store)?;
             inner.finish()?;
             fence = Some(KeptFence { position: raw.fence, nonce: raw.fence_nonce, content });
         }
-        let snapshots = decode_kept(cursor, raw.snapshots, listed)?;
+        let at = cursor.offset();
+        let snapshots = decode_kept(cursor, raw.snapshots, own.position)?;
+        check_field(own.listed == 0, "number of data objects of a boundary", own.listed.into(), at)?;
+        let newest = snapshots.last().map_or(0, |kept| kept.position);
+        check_field(newest < own.position, "position of a kept snapshot", newest, at)?;
         cursor.finish()?;
         Ok(Self { number: raw.number, start: raw.start, manifest: raw.manifest, fence, snapshots })
     }
 }
 
-/// Decodes the kept snapshots of a boundary, and checks that they account for its list of data objects.
-fn decode_kept(cursor: &mut Cursor<'_>, count: u32, listed: u32) -> Result<Vec<KeptSnapshot>, ObjectDefect> {
-    cursor.check_count(count, KeptSnapshotRaw::LEN)?;
-    let mut snapshots = Vec::with_capacity(count as usize);
-    let mut named = 0u64;
-    for _ in 0..count {
+impl Catalog {
+    fn encode(&self, out: &mut Vec<u8>) {
+        let raw = CatalogRaw { snapshots: self.snapshots.len() as u32, reserved: [0; 4] };
+        out.extend_from_slice(&raw.to_bytes());
+        self.snapshots.iter().for_each(|kept| kept.encode(out));
+    }
+
+    fn decode(cursor: &mut Cursor<'_>, own: OwnFields) -> Result<Self, ObjectDefect> {
+        let at = cursor.offset();
+        let raw = CatalogRaw::from_bytes(cursor.array()?);
+        check_zeros("reserved byte of a catalog", &raw.reserved, at + 4)?;
+        let snapshots = decode_kept(cursor, raw.snapshots, own.position)?;
+        let at = cursor.offset();
+        let is_own = |kept: &&KeptSnapshot| kept.position == own.position;
+        match snapshots.last().filter(is_own) {
+            Some(kept) => {
+                check_field(own.listed > 0, "number of data objects of a catalog", 0, at)?;
+                check_field(kept.nonce == own.nonce, "nonce of a kept snapshot", kept.snapshot.0, at)?;
+                check_field(kept.bytes == own.listed_bytes, "bytes of a kept snapshot", kept.bytes, at)?;
+            }
+            None => {
+                check_field(own.listed == 0, "number of data objects of a catalog", own.listed.into(), at)?;
+            }
+        }
+        cursor.finish()?;
+        Ok(Self { snapshots })
+    }
+}
+
+impl KeptSnapshot {
+    fn encode(&self, out: &mut Vec<u8>) {
+        let Self { position, nonce, snapshot, batch, name, bytes } = self;
+        let mut padded = [0; SNAPSHOT_NAME_LEN_MAX];
+        padded[..name.len()].copy_from_slice(name.as_bytes());
+        let raw = KeptSnapshotRaw {
+            position: *position,
+            nonce: *nonce,
+            snapshot: *snapshot,
+            batch: *batch,
+            name_len: name.len() as u32,
+            name: padded,
+            bytes: *bytes,
+        };
+        out.extend_from_slice(&raw.to_bytes());
+    }
+
+    /// Returns true if a name can be encoded.
+    #[must_use]
+    pub fn is_name(name: &str) -> bool {
+        (1..=SNAPSHOT_NAME_LEN_MAX).contains(&name.len())
+    }
+
+    fn decode(cursor: &mut Cursor<'_>) -> Result<Self, ObjectDefect> {
         let at = cursor.offset();
         let raw = KeptSnapshotRaw::from_bytes(cursor.array()?);
-        check_limit("number of a snapshot", raw.snapshot.0, NUMBER_MAX, at)?;
-        check_range(&raw.redo, &raw.end, at + 8, at + 28)?;
-        check_zeros("reserved byte of a kept snapshot", &raw.reserved, at + 52)?;
-        named += u64::from(raw.listed);
-        let KeptSnapshotRaw { snapshot, redo, end, listed, .. } = raw;
-        snapshots.push(KeptSnapshot { snapshot, redo, end, listed });
+        check_field(raw.nonce != Nonce::default(), "nonce of a kept snapshot", 0, at + 8)?;
+        check_limit("number of a snapshot", raw.snapshot.0, NUMBER_MAX, at + 24)?;
+        check_point("batch of a kept snapshot", &raw.batch, at + 32)?;
+        let len = raw.name_len as usize;
+        check_limit("length of a name", raw.name_len.into(), SNAPSHOT_NAME_LEN_MAX as u64, at + 52)?;
+        check_field(len > 0, "length of a name", 0, at + 52)?;
+        check_zeros("byte after a name", &raw.name[len..], at + 56 + len)?;
+        let name = std::str::from_utf8(&raw.name[..len]).ok();
+        let name = name.ok_or_else(|| {
+            Defect::Field { what: "first byte of a name that is not UTF-8", found: raw.name[0].into() }
+                .at(at + 56)
+        })?;
+        Ok(Self {
+            position: raw.position,
+            nonce: raw.nonce,
+            snapshot: raw.snapshot,
+            batch: raw.batch,
+            name: name.to_owned(),
+            bytes: raw.bytes,
+        })
     }
-    check_field(
-        named == u64::from(listed),
-        "number of data objects of kept snapshots",
-        named,
-        cursor.offset(),
-    )?;
+}
+
+/// Decodes kept snapshots in an object at `position`: positions and numbers ascend, and no two names are equal.
+fn decode_kept(
+    cursor: &mut Cursor<'_>,
+    count: u32,
+    position: u64,
+) -> Result<Vec<KeptSnapshot>, ObjectDefect> {
+    cursor.check_count(count, KeptSnapshotRaw::LEN)?;
+    let mut snapshots: Vec<KeptSnapshot> = Vec::with_capacity(count as usize);
+    let mut names = HashSet::with_capacity(count as usize);
+    for _ in 0..count {
+        let at = cursor.offset();
+        let kept = KeptSnapshot::decode(cursor)?;
+        let before = snapshots.last().map_or((0, 0), |before| (before.position, before.snapshot.0));
+        let is_above = kept.position > before.0 && kept.position <= position;
+        check_field(is_above, "position of a kept snapshot", kept.position, at)?;
+        check_field(kept.snapshot.0 > before.1, "number of a snapshot", kept.snapshot.0, at + 24)?;
+        check_field(names.insert(kept.name.clone()), "repeated name of snapshot", kept.snapshot.0, at + 56)?;
+        snapshots.push(kept);
+    }
     Ok(snapshots)
 }
 

@@ -128,11 +128,13 @@ pub enum Kind {
     Hint = 7,
     /// An object with which a probe tests the bucket.
     Probe = 8,
+    /// A line object that lists the named snapshots that the archive keeps.
+    Catalog = 9,
 }
 
 impl Kind {
     /// All kinds, in the order of their numbers.
-    pub const ALL: [Kind; 8] = [
+    pub const ALL: [Kind; 9] = [
         Kind::Fence,
         Kind::Run,
         Kind::Manifest,
@@ -141,6 +143,7 @@ impl Kind {
         Kind::Data,
         Kind::Hint,
         Kind::Probe,
+        Kind::Catalog,
     ];
 
     /// Returns the name of the kind, as in SPEC.md.
@@ -155,6 +158,7 @@ impl Kind {
             Kind::Data => "data",
             Kind::Hint => "hint",
             Kind::Probe => "probe",
+            Kind::Catalog => "catalog",
         }
     }
 }
@@ -241,7 +245,9 @@ impl Header {
         check_limit("number in the key", raw.key_number, NUMBER_MAX, 48)?;
         check_limit("term", raw.term, NUMBER_MAX, 56)?;
         let key = match kind {
-            Kind::Fence | Kind::Run | Kind::Manifest | Kind::Boundary => ObjectKey::Line(raw.key_number),
+            Kind::Fence | Kind::Run | Kind::Manifest | Kind::Boundary | Kind::Catalog => {
+                ObjectKey::Line(raw.key_number)
+            }
             Kind::Bound => ObjectKey::Bound(raw.key_number),
             Kind::Data => {
                 ObjectKey::Data(DataKey { term: raw.key_term, random: raw.key_random, index: raw.key_number })

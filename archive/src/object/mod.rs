@@ -13,12 +13,13 @@ use remanent_format::StoreId;
 use remanent_format::layout::layout;
 use remanent_format::limits::NUMBER_MAX;
 
-use defect::{Cursor, check_field, check_limit, check_zeros, put};
+use content::OwnFields;
+use defect::{Cursor, check_field, check_limit, put};
 use header::check_point;
 
 pub use content::{
-    Boundary, BoundaryRaw, Content, Fence, FenceRaw, KeptFence, KeptSnapshot, KeptSnapshotRaw, Manifest,
-    ManifestRaw, Run, RunRaw, predecessor,
+    Boundary, BoundaryRaw, Catalog, CatalogRaw, Content, Fence, FenceRaw, KeptFence, KeptSnapshot,
+    KeptSnapshotRaw, Manifest, ManifestRaw, Run, RunRaw, predecessor,
 };
 pub use defect::{Defect, ObjectDefect};
 pub use header::{
@@ -48,8 +49,8 @@ layout! {
         32 => archived: BatchPoint,
         /// Number of data objects that the object lists.
         52 => listed: u32,
-        /// Reserved, always zero.
-        56 => reserved: [u8; 8],
+        /// Position of the newest catalog below the object, or zero.
+        56 => catalog: u64,
     }
 }
 
@@ -108,6 +109,8 @@ pub struct Links {
     pub manifest: u64,
     /// The newest object that lists data objects.
     pub listing: u64,
+    /// The newest catalog.
+    pub catalog: u64,
 }
 
 impl Links {
@@ -119,6 +122,7 @@ impl Links {
             Content::Fence(_) => self.fence = position,
             Content::Boundary(_) => self.boundary = position,
             Content::Manifest(_) => self.manifest = position,
+            Content::Catalog(_) => self.catalog = position,
             Content::Run(_) => {}
         }
         if !object.data.is_empty() {
@@ -252,7 +256,7 @@ impl LineObject {
             listing: self.links.listing,
             archived: self.archived,
             listed: self.data.len() as u32,
-            reserved: [0; 8],
+            catalog: self.links.catalog,
         };
         body.extend_from_slice(&head.to_bytes());
         for entry in &self.data {
@@ -281,21 +285,27 @@ impl LineObject {
     ) -> Result<Self, ObjectDefect> {
         let at = cursor.offset();
         let raw = LineHeadRaw::from_bytes(cursor.array()?);
-        let links =
-            Links { fence: raw.fence, boundary: raw.boundary, manifest: raw.manifest, listing: raw.listing };
-        for (field, link) in
-            [links.fence, links.boundary, links.manifest, links.listing].into_iter().enumerate()
-        {
-            check_field(link < position, "position of an object below", link, at + 8 * field)?;
+        let LineHeadRaw { fence, boundary, manifest, listing, catalog, .. } = raw;
+        let links = Links { fence, boundary, manifest, listing, catalog };
+        let offsets = [0, 8, 16, 24, 56];
+        for (link, offset) in [fence, boundary, manifest, listing, catalog].into_iter().zip(offsets) {
+            check_field(link < position, "position of an object below", link, at + offset)?;
         }
         check_point("last archived batch", &raw.archived, at + 32)?;
-        check_zeros("reserved byte of a line object", &raw.reserved, at + 56)?;
         cursor.check_count(raw.listed, DataRefRaw::LEN)?;
         let mut data = Vec::with_capacity(raw.listed as usize);
         for _ in 0..raw.listed {
             data.push(DataRef::decode(cursor)?);
         }
-        let content = Content::decode(kind, cursor, header.store, raw.listed)?;
+        let own = OwnFields {
+            store: header.store,
+            position,
+            nonce: header.nonce,
+            listed: raw.listed,
+            // Each length is at most 8 MiB, and their number at most that of the object's bytes.
+            listed_bytes: data.iter().map(|entry: &DataRef| entry.part.len).sum(),
+        };
+        let content = Content::decode(kind, cursor, own)?;
         if let Content::Manifest(manifest) = &content {
             let start = at + LineHeadRaw::LEN + data.len() * DataRefRaw::LEN + 8;
             check_field(manifest.start <= position, "start of a manifest", manifest.start, start)?;

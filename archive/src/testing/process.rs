@@ -1,11 +1,13 @@
 //! The simulated processes: writers, readers and pruners. They run the functions of [`line`](crate::line).
 
+use remanent_format::SnapshotId;
+
 use super::bucket::{SimBucket, reschedule};
 use super::handle::SimStoreHandle;
 use super::store::{Restored, SimStore};
 use super::world::SharedWorld;
 use crate::error::Error;
-use crate::line::{Appended, Archive, Line, RestoredEnd, SnapshotParts, Takeover, Verified};
+use crate::line::{Appended, Archive, Line, NamedParts, RestoredEnd, SnapshotParts, Takeover, Verified};
 use crate::local::LocalStore;
 use crate::rules::{Rule, Rules};
 
@@ -111,12 +113,13 @@ impl Process {
         let began = self.world.borrow().now;
         let mut line = Line::new(self.archive());
         line.find().await?;
-        let tokens = match self.restore(&mut line).await? {
-            Some((state, _)) => state.tokens(),
-            None => Vec::new(),
-        };
-        self.say(|| format!("restored {tokens:?}"));
-        self.world.borrow_mut().check_restored(began, &tokens).map_err(Stop::Violation)?;
+        let state = self.restore(&mut line).await?.map(|(state, _)| state).unwrap_or_default();
+        let tokens = state.tokens();
+        let named = state.named.iter().map(|named| (named.name.clone(), state.tokens_of(named))).collect();
+        self.say(|| format!("restored {tokens:?}, named {named:?}"));
+        let mut world = self.world.borrow_mut();
+        world.check_restored(began, &tokens).map_err(Stop::Violation)?;
+        world.check_named(began, &named).map_err(Stop::Violation)?;
         Ok(tokens)
     }
 
@@ -148,7 +151,7 @@ impl Process {
             _ => line.verify_manifest().await?,
         };
         if let Some(verified) = verified {
-            let pruned = line.prune(verified, Vec::new()).await?;
+            let pruned = line.prune(verified).await?;
             self.say(|| format!("pruned: {pruned:?}"));
         }
         Ok(())
@@ -238,8 +241,10 @@ impl Process {
                 ..0.35 => local.with(|store| store.commit(token)),
                 ..0.43 => local.with(SimStore::sync),
                 ..0.48 => local.with(SimStore::seal),
-                ..0.66 => self.append_run(line, local).await?,
-                ..0.80 => self.snapshot(line, local).await?,
+                ..0.64 => self.append_run(line, local).await?,
+                ..0.76 => self.snapshot(line, local).await?,
+                ..0.80 => self.take_named(line, local).await?,
+                ..0.83 => self.give_up_name(line, local).await?,
                 ..0.93 => self.prune_as_writer(line).await?,
                 ..0.94 => drop(line.write_hint().await), // A hint decides nothing.
                 ..0.96 if !self.world.borrow().is_calm => return Err(Stop::Expected("closed".to_owned())),
@@ -332,13 +337,75 @@ impl Process {
         }
     }
 
+    /// Takes a named snapshot and archives it.
+    ///
+    /// # Errors
+    /// Returns a violation, or the reason why the writer stops.
+    pub async fn take_named(&self, line: &mut SimLine<'_>, local: &SimStoreHandle) -> Result<(), Stop> {
+        let name = format!("name {}", self.world.borrow_mut().draw());
+        let (named, tokens) =
+            local.with(|store| (store.take_named(name.clone()), store.tokens(0, store.log.len())));
+        self.world.borrow_mut().take_named(&name, &tokens);
+        while self.rules.follow(Rule::Mend) && line.archived().lsn < named.batch.lsn {
+            let before = line.archived();
+            self.append_run(line, local).await?;
+            if line.archived() == before {
+                return Ok(()); // The bucket is away, and the snapshot is not archived.
+            }
+        }
+        self.append_catalog(line, local, &[], Some(&named)).await
+    }
+
+    /// Gives up the name of a snapshot, in the directory and in the archive.
+    async fn give_up_name(&self, line: &mut SimLine<'_>, local: &SimStoreHandle) -> Result<(), Stop> {
+        let count = local.with(|store| store.named.len());
+        if count == 0 {
+            return Ok(());
+        }
+        let at = self.world.borrow_mut().rng.below(count);
+        let named = local.with(|store| store.named.remove(at));
+        self.world.borrow_mut().give_up_name(&named.name, false);
+        let removed = [named.snapshot];
+        self.append_catalog(line, local, &removed, None).await?;
+        if line.catalog().iter().all(|kept| kept.name != named.name) && !line.has_pending() {
+            self.world.borrow_mut().give_up_name(&named.name, true);
+        }
+        Ok(())
+    }
+
+    /// Appends a catalog.
+    ///
+    /// # Errors
+    /// Returns a violation, or the reason why the writer stops.
+    pub async fn append_catalog(
+        &self,
+        line: &mut SimLine<'_>,
+        local: &SimStoreHandle,
+        removed: &[SnapshotId],
+        new: Option<&NamedParts>,
+    ) -> Result<(), Stop> {
+        let before = line.archived().lsn.0 as usize;
+        match line.append_catalog(local, removed, new).await {
+            Ok(Some(appended)) => {
+                self.acknowledge(&appended, before)?;
+                if let Some(new) = new {
+                    self.say(|| format!("archived {:?} in {}", new.name, appended.position));
+                    self.world.borrow_mut().archive_named(&new.name);
+                }
+                Ok(())
+            }
+            Ok(None) | Err(Error::NotNewer { .. }) => Ok(()),
+            Err(error) => self.retry_later(error),
+        }
+    }
+
     /// Prunes the archive as its writer.
     ///
     /// # Errors
     /// Returns a violation, or the reason why the writer stops.
     pub async fn prune_as_writer(&self, line: &mut SimLine<'_>) -> Result<(), Stop> {
         let Some(manifest) = line.newest_manifest() else { return Ok(()) };
-        match line.prune(Verified::by_server(manifest), Vec::new()).await {
+        match line.prune(Verified::by_server(manifest)).await {
             Ok(pruned) => {
                 self.say(|| format!("pruned: {pruned:?}"));
                 Ok(())

@@ -1,14 +1,15 @@
 //! A directory of a store, as far as an archive sees it: a log with marks, openings, image files.
 
+use std::collections::HashMap;
 use std::io;
 use std::rc::Rc;
 
 use remanent_format::segment::{Opening, SegmentHeader};
 use remanent_format::{Incarnation, LogPoint, Lsn, SnapshotId, StoreId};
 
-use crate::line::{RestoredEnd, SnapshotParts, StateSink};
+use crate::line::{NamedParts, RestoredEnd, SnapshotParts, StateSink};
 use crate::local::{FenceRecord, SealedFrames};
-use crate::object::{BatchPoint, Fence, Manifest, Part, Role, crc64};
+use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, Part, Role, crc64};
 
 /// The contents of a batch: a number that no other batch has.
 pub type Token = u64;
@@ -95,6 +96,10 @@ pub struct SimStore {
     incarnation_floor: u32,
     pub(super) openings: Vec<SegmentHeader>,
     images: Vec<ImageFile>,
+    /// The bytes of all image files, also of those that only named snapshots need.
+    parts: HashMap<Part, Rc<[u8]>>,
+    /// Named snapshots, oldest first.
+    pub named: Vec<NamedParts>,
     files: u64,
     snapshots: u64,
     pub(super) fences: Vec<FenceRecord>,
@@ -116,6 +121,8 @@ impl SimStore {
             incarnation_floor: 0,
             openings: Vec::new(),
             images: Vec::new(),
+            parts: HashMap::new(),
+            named: Vec::new(),
             files: 0,
             snapshots: 0,
             fences: Vec::new(),
@@ -126,14 +133,18 @@ impl SimStore {
     #[must_use]
     pub fn restored(state: Restored, end: &RestoredEnd, fence: Option<FenceRecord>) -> Self {
         let count = state.batches.len();
-        let files = state.images.iter().map(|image| image.number).max().unwrap_or(0);
+        let files = state.parts.keys().map(|part| part.file).max().unwrap_or(0);
         let mut store = Self::create(0);
         store.id = end.store;
         store.log = state.batches;
         (store.durable, store.mark) = (count, count);
         store.images = state.images;
+        store.parts = state.parts;
+        store.named = state.named;
+        store.named.sort_by_key(|named| named.snapshot);
         store.files = files;
-        store.snapshots = state.snapshot;
+        let newest_named = store.named.last().map_or(0, |named| named.snapshot.0);
+        store.snapshots = state.snapshot.max(newest_named);
         store.fences = fence.into_iter().collect();
         store.incarnation_floor = end.incarnation;
         store
@@ -219,16 +230,7 @@ impl SimStore {
 
     /// Completes a snapshot. It shares the images of the previous one, or writes everything again.
     pub fn complete_snapshot(&mut self, redo: usize, is_base: bool) -> SnapshotParts {
-        self.seal();
-        if is_base {
-            self.images.clear();
-        }
-        let covered = self.images.last().map_or(0, |image| image.end);
-        if redo > covered {
-            self.files += 1;
-            self.images.push(ImageFile::of(self.files, covered, &self.log[covered..redo]));
-        }
-        self.snapshots += 1;
+        self.write_images(redo, is_base);
         SnapshotParts {
             snapshot: SnapshotId(self.snapshots),
             redo: self.point(redo),
@@ -236,6 +238,33 @@ impl SimStore {
             parts: self.images.iter().map(ImageFile::part).collect(),
             follows_gap: false,
         }
+    }
+
+    /// Writes the images of a snapshot.
+    fn write_images(&mut self, redo: usize, is_base: bool) {
+        self.seal();
+        if is_base {
+            self.images.clear();
+        }
+        let covered = self.images.last().map_or(0, |image| image.end);
+        if redo > covered {
+            self.files += 1;
+            let image = ImageFile::of(self.files, covered, &self.log[covered..redo]);
+            self.parts.insert(image.part(), image.bytes.clone());
+            self.images.push(image);
+        }
+        self.snapshots += 1;
+    }
+
+    /// Takes a named snapshot of the present state.
+    pub fn take_named(&mut self, name: String) -> NamedParts {
+        let count = self.log.len();
+        self.write_images(count, false);
+        let parts = self.images.iter().map(ImageFile::part).collect();
+        let named =
+            NamedParts { snapshot: SnapshotId(self.snapshots), name, batch: self.point(count), parts };
+        self.named.push(named.clone());
+        named
     }
 }
 
@@ -289,8 +318,7 @@ impl SimStore {
             frames.truncate(part.len as usize);
             return Some(frames);
         }
-        let image = self.images.iter().find(|image| image.part() == *part)?;
-        Some(image.bytes.to_vec())
+        self.parts.get(part).map(|bytes| bytes.to_vec())
     }
 }
 
@@ -312,6 +340,9 @@ pub struct Restored {
     /// The batches.
     pub batches: Vec<Batch>,
     images: Vec<ImageFile>,
+    parts: HashMap<Part, Rc<[u8]>>,
+    /// The named snapshots.
+    pub named: Vec<NamedParts>,
     snapshot: u64,
     redo: BatchPoint,
 }
@@ -321,6 +352,16 @@ impl Restored {
     #[must_use]
     pub fn tokens(&self) -> Vec<Token> {
         self.batches.iter().map(|batch| batch.token).collect()
+    }
+
+    /// Returns the tokens of a named snapshot.
+    ///
+    /// # Panics
+    /// Panics if a part of the snapshot was not received.
+    #[must_use]
+    pub fn tokens_of(&self, named: &NamedParts) -> Vec<Token> {
+        let parts = named.parts.iter().map(|part| &self.parts[part]);
+        parts.flat_map(|bytes| Batch::decode_all(&bytes[8..]).map(|batch| batch.token)).collect()
     }
 
     fn check_redo(&self) -> io::Result<()> {
@@ -344,6 +385,7 @@ impl StateSink for Restored {
         let first = u64::from_le_bytes(std::array::from_fn(|at| bytes[at])) as usize;
         self.batches.truncate(first);
         self.batches.extend(Batch::decode_all(&bytes[8..]));
+        self.parts.insert(*part, bytes.into());
         self.images.push(ImageFile { number: part.file, end: self.batches.len(), bytes: bytes.into() });
         Ok(())
     }
@@ -373,6 +415,20 @@ impl StateSink for Restored {
     fn truncate(&mut self, lsn: Lsn) -> io::Result<()> {
         self.batches.truncate(lsn.0 as usize);
         self.redo = BatchPoint::default();
+        Ok(())
+    }
+
+    fn named_part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()> {
+        self.parts.insert(*part, bytes.into());
+        Ok(())
+    }
+
+    fn named(&mut self, snapshot: &KeptSnapshot, parts: &[Part]) -> io::Result<()> {
+        if let Some(missing) = parts.iter().find(|part| !self.parts.contains_key(part)) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, format!("{missing:?} was not received")));
+        }
+        let KeptSnapshot { snapshot, batch, name, .. } = snapshot.clone();
+        self.named.push(NamedParts { snapshot, name, batch, parts: parts.to_vec() });
         Ok(())
     }
 }

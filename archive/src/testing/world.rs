@@ -60,7 +60,20 @@ pub struct World {
     terms: BTreeMap<u64, ProcessId>,
     /// The longest state that was restored.
     longest: Vec<Token>,
+    /// The named snapshots that were taken.
+    named: BTreeMap<String, Named>,
     drawn: u64,
+}
+
+/// A named snapshot.
+#[derive(Clone, Debug)]
+struct Named {
+    tokens: Vec<Token>,
+    /// When it was acknowledged.
+    archived: Option<u64>,
+    /// Whether its name was given up, and when that was acknowledged.
+    is_given_up: bool,
+    removed: Option<u64>,
 }
 
 impl World {
@@ -82,6 +95,7 @@ impl World {
             creators: BTreeMap::new(),
             terms: BTreeMap::new(),
             longest: Vec::new(),
+            named: BTreeMap::new(),
             drawn: 0,
         }
     }
@@ -201,10 +215,56 @@ impl World {
         Ok(())
     }
 
+    /// Notes a named snapshot of a state.
+    pub fn take_named(&mut self, name: &str, tokens: &[Token]) {
+        let named = Named { tokens: tokens.to_vec(), archived: None, is_given_up: false, removed: None };
+        self.named.insert(name.to_owned(), named);
+    }
+
+    /// Notes that a named snapshot is archived.
+    pub fn archive_named(&mut self, name: &str) {
+        let now = self.now;
+        if let Some(named) = self.named.get_mut(name) {
+            named.archived.get_or_insert(now);
+        }
+    }
+
+    /// Notes that a name is given up, and perhaps that the archive contains this.
+    pub fn give_up_name(&mut self, name: &str, is_archived: bool) {
+        let now = self.now;
+        if let Some(named) = self.named.get_mut(name) {
+            named.is_given_up = true;
+            named.removed = named.removed.or(is_archived.then_some(now));
+        }
+    }
+
+    /// Checks the named snapshots that were restored by a process that began at `began`.
+    ///
+    /// # Errors
+    /// Returns the violated promise.
+    pub fn check_named(&self, began: u64, restored: &BTreeMap<String, Vec<Token>>) -> Result<(), String> {
+        for (name, named) in &self.named {
+            let is_promised = named.archived.is_some_and(|at| at < began) && !named.is_given_up;
+            match restored.get(name) {
+                None if is_promised => return Err(format!("an archived named snapshot is lost ({name})")),
+                Some(_) if named.removed.is_some_and(|at| at < began) => {
+                    return Err(format!("a removed named snapshot is back ({name})"));
+                }
+                Some(tokens) if *tokens != named.tokens => {
+                    return Err(format!("a named snapshot has another state ({name})"));
+                }
+                _ => {}
+            }
+        }
+        let unknown = restored.keys().find(|name| !self.named.contains_key(*name));
+        unknown.map_or(Ok(()), |name| Err(format!("nobody took the named snapshot {name}")))
+    }
+
     /// Allows restores to differ from earlier ones after a cut of the line.
     pub fn forget_restores(&mut self) {
         self.longest.clear();
         self.acknowledged.clear();
+        self.named.clear();
     }
 
     /// Cuts the power of a machine: its directory loses frames that were not synced.

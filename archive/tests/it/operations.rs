@@ -169,9 +169,9 @@ fn prune_needs_the_newest_manifest_verified() {
     let old = Verified::by_server(line.newest_manifest().expect("a manifest"));
     commit(&local, 2);
     archive_snapshot(&writer, &mut line, true).expect("the snapshot is archived");
-    assert_eq!(block_on(line.prune(old, Vec::new())).expect("the prune succeeds"), Pruned::Nothing);
+    assert_eq!(block_on(line.prune(old)).expect("the prune succeeds"), Pruned::Nothing);
     let verified = block_on(line.verify_manifest()).expect("the parts can be read").expect("a manifest");
-    let pruned = block_on(line.prune(verified, Vec::new())).expect("the prune succeeds");
+    let pruned = block_on(line.prune(verified)).expect("the prune succeeds");
     assert!(matches!(pruned, Pruned::Boundary { number: 1, .. }), "{pruned:?}");
 }
 

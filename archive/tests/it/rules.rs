@@ -39,6 +39,7 @@ const TABLE: &[(Rule, Detection)] = &[
     (Rule::BComp, Detection::WithoutLag(500)),
     (Rule::Check, Detection::Campaign(1000)),
     (Rule::Redo, Detection::WithoutLag(100)),
+    (Rule::Names, Detection::Campaign(500)),
     (Rule::Lag, Detection::Schedule(schedules::reader_meets_one_boundary)),
     (Rule::Exact, Detection::Schedule(schedules::stalled_pruner_meets_a_boundary)),
     (Rule::Unnamed, Detection::Campaign(2000)),

@@ -15,10 +15,11 @@ use std::task::{Context, Poll, Waker};
 use remanent::disk::dir::DirDisk;
 use remanent::disk::{Disk, DiskLock};
 use remanent::options::{Create, DeviceChoice, LogOptions, SnapshotSchedule};
-use remanent::{Metadata, Options, PageId, PageInfo, Place, Retention, StatePoint, Store};
+use remanent::{Metadata, Options, PageId, PageInfo, Place, Retention, SnapshotOptions, StatePoint, Store};
 use remanent_archive::directory::{ArchivedDirectory, RestoreTarget, WriterLock};
-use remanent_archive::line::{Archive, RestoredEnd, Takeover};
+use remanent_archive::line::{Archive, RestoredEnd, Takeover, status};
 use remanent_archive::mirror::{self, Pushed};
+use remanent_archive::object::{DataKey, LineObject, ObjectKey};
 use remanent_archive::rules::Rules;
 use remanent_archive::testing::bucket::SimBucket;
 use remanent_archive::testing::rng::Rng;
@@ -66,12 +67,48 @@ impl Bed {
         SimBucket { world: self.world.clone(), process, machine: None, ignores_condition: false }
     }
 
+    pub fn has(&self, key: ObjectKey) -> bool {
+        self.world.borrow().objects.contains_key(&key)
+    }
+
+    /// Returns the catalogs that list the files of kept snapshots, oldest first.
+    fn catalogs(&self) -> Vec<(u64, LineObject)> {
+        let bucket = self.bucket();
+        let archive = Archive { bucket: &bucket, nonces: &bucket, rules: Rules::default() };
+        let named = block_on(status(archive)).unwrap().named;
+        let object = |position| {
+            let bytes = self.world.borrow().objects.get(&ObjectKey::Line(position)).cloned();
+            bytes.map(|bytes| LineObject::decode(&bytes, position, None).unwrap())
+        };
+        named.into_iter().filter_map(|kept| Some((kept.position, object(kept.position)?))).collect()
+    }
+
+    /// Returns the positions of the kept snapshots, oldest first.
+    pub fn catalog_positions(&self) -> Vec<u64> {
+        let bucket = self.bucket();
+        let archive = Archive { bucket: &bucket, nonces: &bucket, rules: Rules::default() };
+        block_on(status(archive)).unwrap().named.into_iter().map(|kept| kept.position).collect()
+    }
+
+    /// Returns the data objects of the oldest kept snapshot.
+    pub fn data_of_catalog(&self) -> Vec<DataKey> {
+        self.catalogs()[0].1.data.iter().map(|entry| entry.key).collect()
+    }
+
     pub fn push(&self, path: &Path) -> remanent_archive::Result<Pushed> {
+        self.push_with(path, Takeover::Refused)
+    }
+
+    pub fn push_taking_over(&self, path: &Path) -> remanent_archive::Result<Pushed> {
+        self.push_with(path, Takeover::Permitted)
+    }
+
+    fn push_with(&self, path: &Path, takeover: Takeover) -> remanent_archive::Result<Pushed> {
         let bucket = self.bucket();
         let archive = Archive { bucket: &bucket, nonces: &bucket, rules: Rules::default() };
         let mut directory =
             ArchivedDirectory::open(path, lock(path)).map_err(remanent_archive::Error::Local)?;
-        block_on(mirror::push(archive, &mut directory, Takeover::Refused))
+        block_on(mirror::push(archive, &mut directory, takeover))
     }
 
     pub fn restore(&self, path: &Path) -> remanent_archive::Result<RestoredEnd> {
@@ -84,9 +121,18 @@ impl Bed {
 
     /// Restores a copy of the bucket and returns the state that the engine opens.
     pub fn restored_state(&self) -> State {
+        self.restored().0
+    }
+
+    /// Restores a copy of the bucket. Returns the state that the engine opens, and the named states.
+    pub fn restored(&self) -> (State, BTreeMap<String, State>) {
         let directory = tempfile::tempdir().unwrap();
         self.copy().restore(directory.path()).unwrap();
-        open_state(directory.path())
+        // Read before an open can change the directory, and again after it.
+        let before = named_states(directory.path());
+        let state = open_state(directory.path());
+        assert!(named_states(directory.path()) == before, "an open changes the named snapshots");
+        (state, before)
     }
 }
 
@@ -128,6 +174,26 @@ pub fn state_of(store: &Store) -> State {
         }
     }
     State { lsn: store.lsn().0, pages, root: store.root().unwrap() }
+}
+
+/// Returns the states of all named snapshots.
+pub fn named_states(path: &Path) -> BTreeMap<String, State> {
+    let copy = tempfile::tempdir().unwrap();
+    copy_directory(path, copy.path());
+    let store = options(Create::Never).open(copy.path()).unwrap();
+    let names: Vec<String> = store.snapshots().into_iter().filter_map(|info| info.name).collect();
+    store.close().unwrap();
+    names.into_iter().map(|name| (name.clone(), state_at(path, &name))).collect()
+}
+
+fn state_at(path: &Path, name: &str) -> State {
+    let view = Store::open_at(path, &StatePoint::Name(name.to_owned())).unwrap();
+    let page = |info: PageInfo| {
+        let mut bytes = vec![0; info.len as usize];
+        view.read(info.page, 0, &mut bytes).unwrap();
+        (info.page, (info, bytes))
+    };
+    State { lsn: view.lsn().0, pages: view.pages().map(page).collect(), root: view.root().clone() }
 }
 
 pub fn options(create: Create) -> Options {
@@ -200,13 +266,15 @@ pub struct Life {
     pub path: PathBuf,
     pub rng: Rng,
     pub states: BTreeMap<u64, State>,
+    /// The kept names, and the batches that they name.
+    pub names: BTreeMap<String, u64>,
 }
 
 impl Life {
     pub fn new(seed: u64) -> Self {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("store");
-        Self { root, copies: 0, path, rng: Rng::new(seed), states: BTreeMap::new() }
+        Self { root, copies: 0, path, rng: Rng::new(seed), states: BTreeMap::new(), names: BTreeMap::new() }
     }
 
     /// Opens the store, commits some batches, and returns the open store.
@@ -217,6 +285,27 @@ impl Life {
             self.commit(&store);
         }
         store
+    }
+
+    /// Takes a named snapshot.
+    pub fn name(&mut self, store: &Store, name: &str) {
+        let taken = store.snapshot_with(SnapshotOptions::new().name(name)).unwrap();
+        self.names.insert(name.to_owned(), taken.end.0);
+    }
+
+    /// Gives up a name.
+    pub fn give_up(&mut self, store: &Store, name: &str) {
+        store.prune(&store.retention().give_up(name)).unwrap();
+        self.names.remove(name);
+    }
+
+    /// Asserts that an archive has this store's names, with their states.
+    pub fn check_names(&self, restored: &BTreeMap<String, State>, what: &str) {
+        assert_eq!(restored.keys().collect::<Vec<_>>(), self.names.keys().collect::<Vec<_>>(), "{what}");
+        for (name, state) in restored {
+            assert_eq!(state.lsn, self.names[name], "{what}: {name}");
+            assert!(*state == self.states[&state.lsn], "{what}: {name} has another state");
+        }
     }
 
     pub fn note(&mut self, store: &Store) {

@@ -1,7 +1,5 @@
 //! Random lives of a store, archived after each step. `REMANENT_TEST_SIZE=full` plays more of them.
 
-use remanent::SnapshotOptions;
-
 use crate::bed::{Bed, Life};
 
 /// One life: commits, snapshots, closes, crashes and opens. After each step, the directory is pushed, and the restore is
@@ -16,9 +14,14 @@ fn live(seed: u64) -> u64 {
         let store = life.work(batches);
         if life.rng.chance(0.4) {
             store.snapshot().unwrap();
-            if life.rng.chance(0.3) {
-                store.snapshot_with(SnapshotOptions::new().name(format!("step {step}"))).unwrap();
-            }
+        }
+        if life.rng.chance(0.4) {
+            life.name(&store, &format!("step {step}"));
+        }
+        let names: Vec<String> = life.names.keys().cloned().collect();
+        if names.len() > 1 && life.rng.chance(0.4) {
+            let name = life.rng.choice(&names);
+            life.give_up(&store, &name);
         }
         let is_crash = life.rng.chance(0.4);
         if is_crash {
@@ -36,7 +39,8 @@ fn live(seed: u64) -> u64 {
         assert_eq!(pushed.damaged, []);
         archived = lsn;
         boundaries += u64::from(pushed.pruned != remanent_archive::line::Pruned::Nothing);
-        let state = bed.restored_state();
+        let (state, names) = bed.restored();
+        life.check_names(&names, &format!("seed {seed}, step {step}"));
         assert_eq!(state.lsn, lsn, "seed {seed}, step {step}");
         if lsn > 0 {
             assert!(state == life.states[&lsn], "seed {seed}, step {step}: another state at lsn {lsn}");

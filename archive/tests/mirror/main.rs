@@ -2,6 +2,8 @@
 
 mod bed;
 mod lives;
+mod names;
 mod kills;
 mod successors;
+mod uploads;
 mod damage;

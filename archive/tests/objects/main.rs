@@ -18,8 +18,8 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use remanent_archive::object::{
-    BoundRaw, BoundaryRaw, DataRefRaw, Defect, FenceRaw, HintRaw, LineHeadRaw, ManifestRaw, ObjectHeaderRaw,
-    ObjectKey, RunRaw, crc64,
+    BoundRaw, BoundaryRaw, CatalogRaw, DataRefRaw, Defect, FenceRaw, HintRaw, KeptSnapshotRaw, LineHeadRaw,
+    ManifestRaw, ObjectHeaderRaw, ObjectKey, RunRaw, crc64,
 };
 use remanent_format::layout::LayoutTable;
 use samples::{STORE, Sample, read_and_write, samples};
@@ -46,6 +46,7 @@ fn structures(sample: &Sample) -> Vec<LayoutTable> {
         "run" => Some(RunRaw::TABLE),
         "manifest" => Some(ManifestRaw::TABLE),
         "boundary" | "bound" => Some(BoundaryRaw::TABLE),
+        "catalog" => Some(CatalogRaw::TABLE),
         "hint" => Some(HintRaw::TABLE),
         _ => None,
     });
@@ -185,6 +186,39 @@ fn changed_bytes_with_right_checksums_have_one_encoding() {
     }
 }
 
+/// The kept snapshots of a catalog have one order, different names, and agree with the object's own list.
+#[test]
+fn contradictory_catalogs_are_refused() {
+    let first = ObjectHeaderRaw::LEN + LineHeadRaw::LEN + DataRefRaw::LEN + CatalogRaw::LEN;
+    let second = first + KeptSnapshotRaw::LEN;
+    let sample = samples().into_iter().find(|sample| sample.name == "catalog").expect("a sample");
+    let changes: [(&str, usize, &[u8]); 11] = [
+        ("position above its own", second, &[23]),
+        ("position that does not ascend", first, &[22]),
+        ("position zero", first, &[0]),
+        ("other nonce than its own", second + 8, &[9]),
+        ("no nonce", first + 8, &[0; 16]),
+        ("number that does not ascend", first + 24, &[5]),
+        ("number zero", first + 24, &[0]),
+        ("empty name", first + 52, &[0]),
+        ("long name", first + 52, &[65]),
+        ("name that is not UTF-8", first + 56, &[0xff]),
+        ("other number of bytes", second + 120, &[1]),
+    ];
+    for (what, at, bytes) in changes {
+        let mut changed = sample.bytes.clone();
+        changed[at..at + bytes.len()].copy_from_slice(bytes);
+        let refused = read_and_write(sample.key, &seal(changed));
+        assert!(
+            matches!(&refused, Err(defect) if matches!(defect.defect, Defect::Field { .. } | Defect::Limit { .. })),
+            "{what}: {refused:?}"
+        );
+    }
+    let mut same_name = sample.bytes.clone();
+    same_name.copy_within(first + 52..first + 120, second + 52);
+    read_and_write(sample.key, &seal(same_name)).expect_err("two snapshots have one name");
+}
+
 /// A count that the object is too short for is refused before memory for it is reserved.
 #[test]
 fn counts_beyond_the_object_are_refused() {
@@ -194,6 +228,7 @@ fn counts_beyond_the_object_are_refused() {
         ("fence", body + 4),
         ("fence", body + 8),
         ("boundary-first", body + 52),
+        ("catalog-removal", body),
     ];
     for (name, at) in fields {
         let sample = samples().into_iter().find(|sample| sample.name == name).expect("a sample");
@@ -245,7 +280,7 @@ proptest! {
 
     #[test]
     fn arbitrary_bodies_with_right_checksums_have_one_encoding(
-        index in 0usize..13,
+        index in 0usize..16,
         body in proptest::collection::vec(prop_oneof![3 => Just(0u8), 1 => any::<u8>()], 0..400),
     ) {
         let sample = &samples()[index];
@@ -255,7 +290,7 @@ proptest! {
 
     #[test]
     fn several_changed_bytes_have_one_encoding(
-        index in 0usize..13,
+        index in 0usize..16,
         changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
     ) {
         let sample = &samples()[index];

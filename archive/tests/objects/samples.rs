@@ -1,9 +1,9 @@
 //! One object of each kind and form, with the functions that read it and write it again.
 
 use remanent_archive::object::{
-    BatchPoint, Bound, Boundary, Content, DataKey, DataRef, Defect, Fence, Hint, KeptFence, KeptSnapshot,
-    LineObject, Links, Manifest, Nonce, ObjectDefect, ObjectKey, Part, Role, Run, crc64, decode_data,
-    decode_header, encode_data, encode_probe,
+    BatchPoint, Bound, Boundary, Catalog, Content, DataKey, DataRef, Defect, Fence, Hint, KeptFence,
+    KeptSnapshot, LineObject, Links, Manifest, Nonce, ObjectDefect, ObjectKey, Part, Role, Run, crc64,
+    decode_data, decode_header, encode_data, encode_probe,
 };
 use remanent_format::segment::{Opening, SegmentHeader};
 use remanent_format::store::{Features, StoreFile, StoreRecord};
@@ -62,7 +62,7 @@ fn line(position: u64, data: Vec<DataRef>, content: Content) -> LineObject {
         term: if matches!(content, Content::Fence(_)) { position } else { 12 },
         nonce: nonce(position as u8),
         nonce_before: nonce(position as u8 - 1),
-        links: Links { fence: 12, boundary: 11, manifest: 10, listing: 9 },
+        links: Links { fence: 12, boundary: 11, manifest: 10, listing: 9, catalog: 0 },
         archived: point(2, 20),
         data,
         content,
@@ -70,14 +70,26 @@ fn line(position: u64, data: Vec<DataRef>, content: Content) -> LineObject {
 }
 
 fn fence(openings: Vec<SegmentHeader>, cut: Option<BatchPoint>) -> Fence {
-    Fence { store_file: store_file(), openings, cut }
+    Fence { store_file: store_file(), openings, cut, follows_open_store: false }
 }
 
 /// Returns the line objects by name.
 pub fn line_objects() -> Vec<(&'static str, LineObject)> {
     let kept = KeptFence { position: 5, nonce: nonce(5), content: fence(vec![opening()], None) };
-    let snapshots =
-        vec![KeptSnapshot { snapshot: SnapshotId(3), redo: point(1, 4), end: point(1, 6), listed: 1 }];
+    let bytes = PAYLOAD.len() as u64;
+    let named = |position, snapshot, name: &str| KeptSnapshot {
+        position,
+        nonce: nonce(position as u8),
+        snapshot: SnapshotId(snapshot),
+        batch: point(1, 2 * snapshot),
+        name: name.to_owned(),
+        bytes,
+    };
+    let snapshots = vec![named(8, 3, "before tuning")];
+    let with_catalog =
+        |catalog, object: LineObject| LineObject { links: Links { catalog, ..object.links }, ..object };
+    let catalog = |snapshots| Content::Catalog(Catalog { snapshots });
+    let both = vec![named(8, 3, "before tuning"), named(22, 5, "tuned")];
     let boundary = Boundary { number: 3, start: 10, manifest: 14, fence: Some(kept), snapshots };
     let manifest = Manifest {
         snapshot: SnapshotId(6),
@@ -92,15 +104,25 @@ pub fn line_objects() -> Vec<(&'static str, LineObject)> {
         ("fence", line(13, vec![], Content::Fence(fence(vec![opening()], None)))),
         ("fence-claim", line(14, vec![], Content::Fence(fence(vec![], None)))),
         ("fence-cut", line(15, vec![], Content::Fence(fence(vec![opening()], Some(point(1, 5)))))),
+        (
+            "fence-open",
+            line(
+                24,
+                vec![],
+                Content::Fence(Fence { follows_open_store: true, ..fence(vec![opening()], None) }),
+            ),
+        ),
         ("run", line(16, vec![], Content::Run(run(b"frames of batches 19 and 20")))),
         ("run-long", line(17, vec![entry(Role::Frames, 19)], Content::Run(run(b"")))),
         ("manifest", line(18, lists.clone(), Content::Manifest(manifest))),
         ("manifest-gap", line(19, lists, Content::Manifest(Manifest { follows_gap: true, ..manifest }))),
-        ("boundary", line(20, vec![entry(Role::Images, 2)], Content::Boundary(boundary.clone()))),
+        ("boundary", with_catalog(8, line(20, vec![], Content::Boundary(boundary.clone())))),
         (
             "boundary-first",
             line(21, vec![], Content::Boundary(Boundary { fence: None, snapshots: vec![], ..boundary })),
         ),
+        ("catalog", with_catalog(8, line(22, vec![entry(Role::Link, 5)], catalog(both)))),
+        ("catalog-removal", with_catalog(22, line(23, vec![], catalog(vec![])))),
     ]
 }
 

@@ -115,7 +115,7 @@ pub async fn whole_life<B: Bucket>(bucket: &B) -> Result<()> {
         snapshot(&mut first, &local).await?;
         commit(&mut first, &local, &[token]).await?;
         let manifest = first.newest_manifest().expect("a snapshot was archived");
-        first.prune(Verified::by_server(manifest), Vec::new()).await?;
+        first.prune(Verified::by_server(manifest)).await?;
     }
     first.write_hint().await?;
     assert!(first.start() > 1, "a boundary has passed the first objects");

@@ -19,7 +19,7 @@ from remanent._checkpoint.host_ring import Passage, Room, WriterEndedError
 from remanent._checkpoint.restoration import Restoration, tensors_in
 from remanent._checkpoint.restore_targets import Targets
 from remanent._checkpoint.run_parts import TrainedNames, device_of, parts_of, refuse_overlap, stepped
-from remanent._checkpoint.saves import Capture, LeftSaves, Reading, Saved
+from remanent._checkpoint.saves import Capture, Kept, LeftSaves, Reading, Saved
 from remanent._checkpoint.waiting_bytes import WaitingBytes
 from remanent._state import page_tree
 from remanent._state.put_back import PutBack
@@ -126,7 +126,8 @@ class Checkpointer:
         the save raises `ReplicasDivergedError` and saves nothing. None compares nothing.
     :param options: options of `Store`, such as `log={"io": "direct"}`. A budget of less than 32 MiB for "disk" may be
         too small for one batch of a save, which is then rejected. `images={"compression": True}` reduces the disk space
-        of bfloat16 weights by a fifth and makes saves two to three times slower.
+        of bfloat16 weights by a fifth and makes saves two to three times slower. With `archive`, every version is also
+        copied to an object store, as long as it is kept; see below. `archive` cannot be combined with `process_group`.
 
     With `process_group`, each rank creates one checkpointer for the same directory, which all ranks must be able to
     access. All ranks make the same calls in the same order. Only `versions` and `close` may be called by a single rank.
@@ -140,6 +141,10 @@ class Checkpointer:
     stages with the same name. A DTensor can only be restored to a DTensor. Rank K restores all other values from rank K
     of the saved version. Additional ranks restore these values from the saved ranks in turn, and keep their own random
     states.
+
+    With `archive={"url": …}`, the run survives the loss of its machine: `Saved.wait_archived` returns once the archive
+    keeps a version. On another machine, `remanent restore DIRECTORY --from URL` creates the directory with all versions
+    that the archive keeps, and a checkpointer with the same `archive` continues the run there.
 
     Values can be tensors as in `save_file`, None, bool, int, float, complex, str, bytes, list, tuple, dict, NumPy
     arrays, `torch.dtype`, `torch.device` and `torch.Size`. Any other value is rejected by an error that names the
@@ -190,7 +195,9 @@ class Checkpointer:
                 raise InvalidError("compare_every: only replicas can be compared", remedy="pass `replicated=True`")
             if compare_every is not None and _whole_number("compare_every", compare_every) < 1:
                 raise InvalidError(f"compare_every: {compare_every} is below 1, which compares at every save")
-            refuse_archive(options)
+            if process_group is not None:
+                refuse_archive(options, "the stores of several ranks would be archived at different versions",
+                               "copy the directory to another machine")
             if overlap:
                 refuse_overlap(optimizer)
             if digests and "device" in options:
@@ -325,7 +332,7 @@ class Checkpointer:
         self._saves += 1
         reading = Reading()
         passage: Passage | None = None
-        done: concurrent.futures.Future[tuple[int, float]] | None = None
+        done: concurrent.futures.Future[Kept] | None = None
         bar: Bar | None = None
         is_left = is_next = False
         try:
@@ -338,7 +345,7 @@ class Checkpointer:
             step = self._next_step(step)
             if is_left:
                 _refuse_capture()
-                return self._left.add(step, self._reading or reading, began)
+                return self._left.add(step, self._reading or reading, began, self.store.wait_archived)
             replicas, every = self._replicas, self._compare_every
             if replicas is not None and every is not None:
                 save = self._saves
@@ -351,7 +358,7 @@ class Checkpointer:
             bar = self._bar(nbytes, "saving", progress if wait else False)
             done = self._worker.submit(self._write_and_keep, passage, capture, self._saves, step, name, note, tree,
                                        nbytes, bar)
-            self._last = saved = Saved(step, reading, began)
+            self._last = saved = Saved(step, reading, began, self.store.wait_archived)
             saved._begins(done)
             self._left.go_with(saved)
             self._reading = reading
@@ -633,9 +640,8 @@ class Checkpointer:
             self._versions.begin(nbytes)
 
     def _write_and_keep(self, passage: Passage, capture: Capture, save: int, step: int, name: str | None, note: str,
-                        tree: Any, nbytes: int, bar: Bar) -> tuple[int, float]:
-        """Writes the version, and returns its Lsn and the monotonic time in seconds at which the version was durable
-        and kept."""
+                        tree: Any, nbytes: int, bar: Bar) -> Kept:
+        """Writes the version, and returns once it is durable and kept."""
         try:
             try:
                 passage.wait_for_start()
@@ -647,8 +653,8 @@ class Checkpointer:
         except BaseException as error:
             self._versions.failed(save, error)
             raise
-        self._versions.keep(save, ticket.lsn, step, name)
-        return ticket.lsn, time.monotonic()
+        snapshot = self._versions.keep(save, ticket.lsn, step, name)
+        return Kept(ticket.lsn, time.monotonic(), snapshot)
 
     def _state(self) -> dict[str, Any]:
         state = {name: dict(part) if isinstance(part, MutableMapping) else part.state_dict()

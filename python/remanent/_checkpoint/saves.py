@@ -5,11 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from remanent._store import _native
 from remanent._store._native import Block, Extent
-from remanent._store.errors import InUseError
+from remanent._store.errors import InUseError, InvalidError
 from remanent._tensors.copy_streams import Moment
 from remanent._tensors.working_copies import Copies
 
@@ -67,25 +68,37 @@ class Capture:
         return batch
 
 
+class Kept(NamedTuple):
+    """A version that is durable and kept."""
+
+    lsn: int
+    # The time of the monotonic clock, in seconds.
+    at: float
+    # The number of its snapshot in the store of the run, or None if there are several ranks.
+    snapshot: int | None
+
+
 class Saved:
     """Handle to a save, returned by `Checkpointer.save`. The version becomes durable in the background.
 
     A coalesced save (`busy="coalesce"`) captures nothing, and completes when the next save does.
     """
 
-    def __init__(self, step: int, reading: Reading, began: float) -> None:
+    def __init__(self, step: int, reading: Reading, began: float,
+                 archived: Callable[[int, float | None], bool]) -> None:
         self.step = step
         #: The step of the saved version. For a coalesced save, this is the step of the next save, or None until that
         #: save begins.
         self.version_step: int | None = None
         self._reading = reading
         self._began = began
+        self._archived = archived
         # None until the save has begun.
-        self._done: concurrent.futures.Future[tuple[int, float]] | None = None
+        self._done: concurrent.futures.Future[Kept] | None = None
         # Set once its outcome was reported to a caller.
         self._told = threading.Event()
 
-    def _begins(self, done: concurrent.futures.Future[tuple[int, float]]) -> None:
+    def _begins(self, done: concurrent.futures.Future[Kept]) -> None:
         """Records that the save was not coalesced and writes a version."""
         self.version_step, self._done = self.step, done
 
@@ -96,7 +109,7 @@ class Saved:
 
     def _fails(self, error: BaseException) -> None:
         """Records that a coalesced save failed, because the next save could not begin or was never made."""
-        done: concurrent.futures.Future[tuple[int, float]] = concurrent.futures.Future()
+        done: concurrent.futures.Future[Kept] = concurrent.futures.Future()
         done.set_exception(error)
         self._done = done
 
@@ -115,14 +128,14 @@ class Saved:
 
         Saves at shorter intervals than this wait for each other.
         """
-        return self._done.result()[1] - self._began if self._done is not None and self.done() else None
+        return self._done.result().at - self._began if self._done is not None and self.done() else None
 
     @property
     def lsn(self) -> int:
         """The Lsn of the version's batch. Waits until the version is durable."""
         self.wait()
         assert self._done is not None
-        return self._done.result()[0]
+        return self._done.result().lsn
 
     def done(self) -> bool:
         """Returns whether the version is durable and kept."""
@@ -153,6 +166,24 @@ class Saved:
             if until is not None and time.monotonic() >= until:
                 return False
 
+    def wait_archived(self, timeout: float | None = None) -> bool:
+        """Waits until the archive of the run keeps the version, so that the version survives the loss of this machine.
+        Returns False if that takes more than `timeout` seconds. Versions are archived in the order of their saves.
+
+        :raises ArchiveError: the run has no archive, the archive has ended, or the version cannot be archived.
+        :raises NoStateError: the version was removed before it was archived, because newer ones replaced it.
+        :raises InUseError: as for `wait`.
+        :raises Error: the save failed. The error is that of the save.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        if not self.wait(timeout):
+            return False
+        assert self._done is not None
+        snapshot = self._done.result().snapshot
+        if snapshot is None:
+            raise InvalidError("a run with several ranks has no archive", remedy="copy the directory")
+        return self._archived(snapshot, None if until is None else max(0.0, until - time.monotonic()))
+
     def wait_copied(self) -> None:
         """Waits until the state is copied. From then on, all of it may be changed in any way."""
         self._reading.wait()
@@ -172,9 +203,10 @@ class LeftSaves:
         """The step of the last coalesced save, or None."""
         return self._saves[-1].step if self._saves else None
 
-    def add(self, step: int, reading: Reading, began: float) -> Saved:
+    def add(self, step: int, reading: Reading, began: float,
+            archived: Callable[[int, float | None], bool]) -> Saved:
         """Adds a coalesced save and returns its handle. `reading` belongs to the save in progress."""
-        saved = Saved(step, reading, began)
+        saved = Saved(step, reading, began, archived)
         self._saves.append(saved)
         return saved
 

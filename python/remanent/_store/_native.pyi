@@ -667,6 +667,24 @@ class Store(Reader):
     def snapshots(self) -> list[SnapshotInfo]:
         """Returns the kept snapshots, oldest first."""
 
+    def wait_archived(self, snapshot: int | SnapshotInfo, timeout: float | None = None) -> bool:
+        """Waits until the archive keeps a named snapshot. Returns False if this takes more than `timeout` seconds.
+        From then on, a store that is restored from the archive contains the snapshot, until its name is given up.
+
+        :param snapshot: the number of the snapshot, or its `SnapshotInfo`.
+        :raises NoStateError: the snapshot is not kept, or was removed before it was archived.
+        :raises ArchiveError: the store has no archive, the archive has ended, or the snapshot has no name or
+            cannot be archived.
+
+        >>> import pathlib
+        >>> folder = pathlib.Path(directory + "-archive")
+        >>> folder.mkdir()
+        >>> with remanent.Store(directory, archive={"url": folder.as_uri()}) as store:
+        ...     store["k"] = b"v"
+        ...     store.wait_archived(store.snapshot("before tuning"))
+        True
+        """
+
     def restore(self, at: _At) -> int:
         """Restores all pages and the root to an earlier state. The restore is one more batch, whose Lsn is
         returned.

@@ -130,7 +130,8 @@ class ArchiveOptions(TypedDict, total=False):
     """Where and how a store is archived while it is open: the argument `archive` of `Store`, a dict.
 
     A batch that was acknowledged as "archived" is in every restore that begins later, on any machine:
-    `remanent restore DIRECTORY --from URL`.
+    `remanent restore DIRECTORY --from URL`. So is a named snapshot for which `Store.wait_archived` returned True, until
+    its name is given up.
 
     - `url`: the URL of the archive: "s3://…", "gs://…", "az://…", or "file:///…" for an existing folder. Each store has a
       URL of its own. Credentials come from the environment.
@@ -192,9 +193,7 @@ def merged(defaults: StoreOptions, given: Mapping[str, object]) -> StoreOptions:
     return cast(StoreOptions, options)
 
 
-def refuse_archive(options: StoreOptions) -> None:
-    """Raises an error for the option `archive`. An archive contains the state of a store without its named snapshots,
-    which are the versions."""
+def refuse_archive(options: StoreOptions, why: str, remedy: str) -> None:
+    """Raises an error for the option `archive`."""
     if options.get("archive") is not None:
-        raise InvalidError("archive: an archive does not contain versions, so they could not be restored from it",
-                           remedy="copy the directory to another machine, or archive a Store")
+        raise InvalidError(f"archive: {why}", remedy=remedy)

@@ -148,8 +148,9 @@ class Versions(Protocol):
     def begin(self, nbytes: int) -> None:
         """Prepares a save of `nbytes` bytes. The newest version is kept if it is not kept yet."""
 
-    def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
-        """Keeps the durable version of batch `lsn`, and starts to remove the versions that it replaces.
+    def keep(self, save: int, lsn: int, step: int, name: str | None) -> int | None:
+        """Keeps the durable version of batch `lsn`, and starts to remove the versions that it replaces. Returns the
+        number of the version's snapshot in the store of the run, or None if there are several ranks.
 
         :param save: the number of the save, as for `failed`. For each save, `keep`, `failed` or both in this order are
             called.
@@ -239,11 +240,12 @@ class OwnVersions:
         if "step" in root and SAVING not in root and kept < self._store.lsn:
             self._store.snapshot(of_step(root["step"], self._store.lsn), verify=False)
 
-    def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
+    def keep(self, save: int, lsn: int, step: int, name: str | None) -> int:
         # The snapshot contains exactly this version, because the next save begins only after this one has ended.
-        self._store.snapshot(name or of_step(step, lsn), verify=False)
+        snapshot = self._store.snapshot(name or of_step(step, lsn), verify=False)
         self._removal.wait()
         self._removal.begin([version.snapshot for version in self._keep.outlived(unnamed(self._store))])
+        return snapshot.id
 
     def failed(self, save: int, error: BaseException) -> None:
         pass

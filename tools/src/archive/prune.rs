@@ -118,7 +118,7 @@ async fn prune(bucket: &WatchedBucket) -> remanent_archive::Result<Pruned> {
             },
         };
         known = line.newest_manifest().map(|position| (position, verified));
-        match line.prune(verified, Vec::new()).await {
+        match line.prune(verified).await {
             Err(Error::Busy { .. } | Error::Overtaken { .. }) if attempt < ATTEMPTS => {}
             result => return result,
         }

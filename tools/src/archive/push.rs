@@ -17,8 +17,8 @@ use crate::read::store_dir::StoreDir;
 use crate::read::writer_lock;
 
 const EXAMPLES: &str = "\
-Uploads the batches that the archive lacks and the newest snapshot, and then deletes what two newer snapshots have \
-replaced. The store must be closed: the command holds its lock. Run it after each run, or from a timer between runs. The \
+Uploads the batches that the archive lacks, the newest snapshot and named snapshots, and then deletes what two newer \
+snapshots have replaced. A named snapshot is kept until its name is given up. The store must be closed: the command holds its lock. Run it after each run, or from a timer between runs. The \
 first push to an empty URL creates the archive; a URL is the archive of one store. Take a snapshot first, so that a \
 restore need not replay all of the log.
 
@@ -84,6 +84,7 @@ impl Push {
                 "term": pushed.term,
                 "runs": pushed.runs,
                 "snapshot": pushed.snapshot.map(|snapshot| snapshot.0),
+                "named": pushed.named,
                 "boundary": boundary,
                 "line_objects": swept.line_objects,
                 "data_objects": swept.data_objects,
@@ -98,7 +99,14 @@ impl Push {
             return out.line(format_args!("store {store}: archived up to lsn {lsn}; nothing was new"));
         }
         let snapshot = pushed.snapshot.map_or(String::new(), |snapshot| format!(", snapshot {snapshot}"));
-        out.line(format_args!("store {store}: archived up to lsn {lsn}; {} runs{snapshot}", pushed.runs))?;
+        let named = match pushed.named {
+            0 => String::new(),
+            count => format!(", {count} named snapshots"),
+        };
+        out.line(format_args!(
+            "store {store}: archived up to lsn {lsn}; {} runs{snapshot}{named}",
+            pushed.runs
+        ))?;
         report_swept(&swept, out)
     }
 }

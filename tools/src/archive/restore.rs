@@ -1,13 +1,16 @@
 //! `remanent restore --from` makes a store from an archive.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::{fs, io};
 
+use remanent::error::FileName;
+use remanent::{StatePoint, Store};
 use remanent_archive::directory::RestoreTarget;
 use remanent_archive::line::{RestoredEnd, probe, status};
 use remanent_archive::mirror;
 
 use super::watched_bucket::{WatchedBucket, local_failure};
+use crate::cli::engine::engine_failure;
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::json::object;
 use crate::cli::output::Output;
@@ -28,7 +31,7 @@ pub fn restore(dir: &Path, url: &str, is_json: bool, out: &mut Output) -> Outcom
     fs::create_dir_all(dir).map_err(failed)?;
     check_space(dir, data.1)?;
     let lock = writer_lock::acquire(dir)?;
-    let target = RestoreTarget::open(dir, lock).map_err(refused)?;
+    let target = RestoreTarget::open(dir, lock).map_err(refused)?.url(url);
     bucket.show_progress(progress::bar(found.line_objects() + data.0, "restoring objects"));
     let end = bucket.run(Some(dir), async {
         probe(bucket.archive(), found.store).await?;
@@ -36,6 +39,56 @@ pub fn restore(dir: &Path, url: &str, is_json: bool, out: &mut Output) -> Outcom
     })?;
     report(dir, &end, is_json, out)?;
     Ok(Ending::Fine)
+}
+
+/// Makes a store with an id of its own, whose history begins at the state `at` of the archive at `url`. The archive is not
+/// changed.
+pub fn restore_at(dir: &Path, url: &str, at: &StatePoint, is_json: bool, out: &mut Output) -> Outcome {
+    let bucket = WatchedBucket::open(url)?;
+    let failed = |error| local_failure(Some(dir), &error);
+    let refused = |error: io::Error| local_failure(None, &error);
+    RestoreTarget::check(dir).map_err(refused)?;
+    let found = bucket.run(Some(dir), status(bucket.archive()))?;
+    let data = found.manifest.as_ref().map_or((0, 0), |newest| (newest.data_objects, newest.data_bytes));
+    if dir.join(FileName::Archive.name()).exists() {
+        let error = format!("{} contains an unfinished restore; use another directory", dir.display());
+        return Err(Failure::Environment(error));
+    }
+    // Next to the directory, so that image files are linked and not copied. A copy that was cut short begins again.
+    let copy = copy_path(dir)?;
+    if copy.exists() {
+        fs::remove_dir_all(&copy).map_err(|error| local_failure(Some(&copy), &error))?;
+    }
+    fs::create_dir_all(&copy).map_err(failed)?;
+    check_space(&copy, data.1)?;
+    let target = RestoreTarget::open(&copy, writer_lock::acquire(&copy)?).map_err(refused)?;
+    bucket.show_progress(progress::bar(found.line_objects() + data.0, "restoring objects"));
+    let lsn = if let StatePoint::Lsn(lsn) = at { Some(*lsn) } else { None };
+    bucket.run(Some(dir), mirror::copy(bucket.archive(), &target, lsn))?;
+    drop(target);
+    let forked = Store::open_at(&copy, at).and_then(|view| Ok((view.lsn(), view.fork(dir)?)));
+    fs::remove_dir_all(&copy).map_err(|error| local_failure(Some(&copy), &error))?;
+    let (lsn, store) = forked.map_err(engine_failure)?;
+    if is_json {
+        out.line(object! { "store": store.to_string(), "lsn": lsn.0 })?;
+    } else {
+        out.line(format_args!(
+            "restored the state after lsn {lsn} into {}, as store {store}; the archive was not changed",
+            dir.display()
+        ))?;
+    }
+    Ok(Ending::Fine)
+}
+
+/// Returns the path of the copy of an archive from which a store is made.
+fn copy_path(dir: &Path) -> Result<PathBuf, Failure> {
+    let name = dir.file_name().ok_or_else(|| {
+        Failure::Environment(format!("{}: the directory needs a name; write the whole path", dir.display()))
+    })?;
+    let mut copy = std::ffi::OsString::from(".");
+    copy.push(name);
+    copy.push(".copy-of-archive");
+    Ok(dir.with_file_name(copy))
 }
 
 /// Checks that the files of the snapshot fit on the disk. The log needs more.
@@ -55,12 +108,17 @@ fn check_space(dir: &Path, needed: u64) -> Result<(), Failure> {
 }
 
 fn report(dir: &Path, end: &RestoredEnd, is_json: bool, out: &mut Output) -> Result<(), Failure> {
-    let RestoredEnd { store, batch, fence, .. } = end;
+    let RestoredEnd { store, batch, fence, named, .. } = end;
     if is_json {
-        return out.line(object! { "store": store.to_string(), "lsn": batch.lsn.0, "term": fence });
+        let (store, lsn) = (store.to_string(), batch.lsn.0);
+        return out.line(object! { "store": store, "lsn": lsn, "term": fence, "named": named });
     }
+    let named = match named {
+        0 => String::new(),
+        count => format!(", with {count} named snapshots"),
+    };
     out.line(format_args!(
-        "restored store {store} into {}, up to lsn {}; this directory continues the archive",
+        "restored store {store} into {}, up to lsn {}{named}; this directory continues the archive",
         dir.display(),
         batch.lsn
     ))

@@ -1,6 +1,7 @@
 //! `remanent archive status` prints a summary of an archive from few requests.
 
 use remanent_archive::line::status;
+use remanent_archive::object::KeptSnapshot;
 use serde_json::json;
 
 use super::watched_bucket::WatchedBucket;
@@ -18,6 +19,7 @@ verify`. Positions are numbers in the names of objects, which are hexadecimal: p
   archived   last batch that a restore of the end contains
   boundary   number of the newest boundary: objects below the first kept position may be deleted
   snapshot   newest archived snapshot: from its first lsn on, a restore replays the log
+  named      a named snapshot that the archive keeps, with its batch and the bytes of its files, which snapshots may share
   restore    what a restore reads
 
 Examples:
@@ -58,6 +60,16 @@ impl Status {
                     "data_bytes": newest.data_bytes,
                 })
             });
+            let named = found.named.iter().map(|kept| {
+                json!({
+                    "name": kept.name,
+                    "snapshot": kept.snapshot.0,
+                    "lsn": kept.batch.lsn.0,
+                    "position": kept.position,
+                    "bytes": kept.bytes,
+                })
+            });
+            let named: Vec<_> = named.collect();
             return out.line(object! {
                 "store": found.store.to_string(),
                 "term": found.term,
@@ -68,6 +80,7 @@ impl Status {
                 "boundary": (found.boundary > 0).then_some(found.boundary),
                 "manifest": manifest,
                 "after_manifest": found.after_manifest(),
+                "named": named,
                 "line_objects": found.line_objects(),
             });
         }
@@ -97,6 +110,16 @@ impl Status {
                     newest.data_objects, newest.data_bytes
                 );
             }
+        }
+        for kept in &found.named {
+            let KeptSnapshot { name, snapshot, batch, bytes, .. } = kept;
+            out.line(format_args!(
+                "named      {name}: snapshot {snapshot}, lsn {}, {bytes} bytes",
+                batch.lsn
+            ))?;
+        }
+        if !found.named.is_empty() {
+            reads = format!("{reads}, and the files of {} named snapshots", found.named.len());
         }
         out.line(format_args!("restore    {reads}"))
     }

@@ -34,8 +34,13 @@ the store at the end of the archive, with the same id, and continues the archive
 directory that pushed before can no longer continue the archive. A restore that was interrupted leaves a directory \
 that cannot be opened; run the same command again. `remanent archive --help` lists URLs and settings.
 
+With --from and --at, the directory becomes a store of its own with a new id, whose history begins at that state: a batch \
+from the newest archived snapshots on, or a named snapshot that the archive keeps. The archive and its writer are not \
+disturbed.
+
   remanent restore --from s3://bucket/run-7 store
-  remanent restore --from file:///mnt/nas/run-7 store";
+  remanent restore --from file:///mnt/nas/run-7 store
+  remanent restore --from s3://bucket/run-7 --at name:before-tuning copy";
 #[cfg(not(feature = "archive"))]
 const FROM_ARCHIVE: &str = "";
 
@@ -46,9 +51,9 @@ pub struct Restore {
     /// Store directory
     dir: PathBuf,
     /// State to restore: lsn:N, snapshot:N or the name of a snapshot
-    #[arg(long, required_unless_present = "from", conflicts_with = "from")]
+    #[arg(long, required_unless_present = "from")]
     at: Option<StatePoint>,
-    /// URL of the archive whose newest state becomes the store
+    /// URL of an archive: its newest state becomes the store, or with --at, a new store begins at an earlier state
     #[arg(long, value_name = "URL")]
     from: Option<String>,
     /// Print the result as a JSON object
@@ -58,7 +63,9 @@ pub struct Restore {
 
 impl Restore {
     pub fn run(&self, out: &mut Output) -> Outcome {
-        let Some(at) = &self.at else { return self.run_from_archive(out) };
+        let Some(at) = self.at.as_ref().filter(|_| self.from.is_none()) else {
+            return self.run_from_archive(out);
+        };
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
         // Check the state first, because an open for writing changes the files of the store.
@@ -83,7 +90,10 @@ impl Restore {
         // A restore that was interrupted at any moment can be repeated, so Ctrl-C may end it immediately.
         interrupt::end_at_once()?;
         let url = self.from.as_deref().unwrap_or_default();
-        crate::archive::restore::restore(&self.dir, url, self.json, out)
+        match &self.at {
+            Some(at) => crate::archive::restore::restore_at(&self.dir, url, at, self.json, out),
+            None => crate::archive::restore::restore(&self.dir, url, self.json, out),
+        }
     }
 
     #[cfg(not(feature = "archive"))]

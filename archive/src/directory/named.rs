@@ -1,0 +1,126 @@
+//! The named snapshots of a directory, and those that it gave up (rule 17).
+
+use std::collections::BTreeSet;
+use std::io;
+
+use remanent_format::state::reach::Role as StartRole;
+use remanent_format::state::survey::read_links;
+use remanent_format::{Damage, SnapshotId};
+
+use super::ArchivedDirectory;
+use super::files::invalid;
+use super::record::ArchiveRecord;
+use super::snapshot::image_files;
+use crate::line::NamedParts;
+use crate::object::{KeptSnapshot, Role};
+
+/// The difference between the named snapshots of a directory and those that its archive keeps.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NameChanges {
+    /// Snapshots that the archive keeps, but whose names the directory gave up.
+    pub given_up: Vec<SnapshotId>,
+    /// Snapshots that both have.
+    pub common: Vec<SnapshotId>,
+}
+
+impl ArchivedDirectory {
+    /// Returns the named snapshots after `newest`, oldest first, with all files that they name. `newest` is the newest
+    /// named snapshot that the archive keeps.
+    ///
+    /// Every image is proven first. A snapshot with a damaged image is skipped, and its damage is added to `damaged`.
+    ///
+    /// # Errors
+    /// Returns the error of the disk.
+    pub fn new_named(
+        &self,
+        newest: Option<SnapshotId>,
+        damaged: &mut Vec<Damage>,
+    ) -> io::Result<Vec<NamedParts>> {
+        let mut found = Vec::new();
+        for id in self.named_ids().filter(|id| newest.is_none_or(|newest| *id > newest)) {
+            match self.files_of(id)? {
+                Ok(files) => found.push(self.named_parts(id, files)?),
+                Err(damage) => damaged.push(damage),
+            }
+        }
+        Ok(found)
+    }
+
+    /// Compares the named snapshots of a closed store with those that the archive keeps.
+    #[must_use]
+    pub fn name_changes(&self, catalog: &[KeptSnapshot]) -> NameChanges {
+        let named: BTreeSet<SnapshotId> = self.named_ids().collect();
+        let is_complete = self.survey.links.values().all(Result::is_ok);
+        self.name_changes_of(catalog, is_complete, |kept| named.contains(&kept.snapshot))
+    }
+
+    /// Compares the named snapshots that the directory has with those that the archive keeps. `is_complete` states that the
+    /// directory lost none. A snapshot that it lost, or may never have had, is not given up.
+    #[must_use]
+    pub fn name_changes_of(
+        &self,
+        catalog: &[KeptSnapshot],
+        is_complete: bool,
+        has: impl Fn(&KeptSnapshot) -> bool,
+    ) -> NameChanges {
+        let known: BTreeSet<SnapshotId> = self.record.borrow().named.iter().copied().collect();
+        let (common, lacking): (Vec<_>, Vec<_>) = catalog.iter().partition(|kept| has(kept));
+        let lacking = lacking.into_iter().filter(|kept| is_complete && known.contains(&kept.snapshot));
+        NameChanges {
+            given_up: lacking.map(|kept| kept.snapshot).collect(),
+            common: common.into_iter().map(|kept| kept.snapshot).collect(),
+        }
+    }
+
+    /// Records durably the named snapshots that the directory and the archive have in common, unless they are recorded.
+    ///
+    /// # Errors
+    /// Returns the error of the disk.
+    pub fn record_named(&self, named: &[SnapshotId]) -> io::Result<()> {
+        let mut record = self.record.borrow_mut();
+        if record.named == named {
+            return Ok(());
+        }
+        let new = ArchiveRecord { named: named.to_vec(), ..record.clone() };
+        new.publish(&self.files)?;
+        *record = new;
+        Ok(())
+    }
+
+    /// Returns a named snapshot that was published and verified since the directory was read, with all files that it
+    /// names. The caller holds the snapshot (rule 13).
+    ///
+    /// # Errors
+    /// Returns the error of the disk.
+    pub fn named_snapshot(&mut self, id: SnapshotId) -> io::Result<NamedParts> {
+        self.survey.links = read_links(&self.files, &self.survey.store, &|_| None).map_err(invalid)?;
+        let files =
+            self.survey.entries(id).map_err(invalid).map(|entries| entries.flat_map(image_files).collect());
+        let parts = files.and_then(|files| self.named_parts(id, files));
+        self.survey.links.clear();
+        parts
+    }
+
+    /// Returns the named snapshots that are kept and exact, oldest first.
+    fn named_ids(&self) -> impl Iterator<Item = SnapshotId> {
+        let links = self.survey.readable();
+        let is_kept = |id| self.log.reach.role(id) != StartRole::Link;
+        let named = links.filter(|link| link.name.is_some() && link.redo.lsn == link.end);
+        named.map(|link| link.snapshot).filter(move |id| is_kept(*id))
+    }
+
+    fn named_parts(&self, id: SnapshotId, files: BTreeSet<u64>) -> io::Result<NamedParts> {
+        let chain = self.survey.chain(id).map_err(invalid)?;
+        let link = chain.first().ok_or_else(|| invalid("no link"))?;
+        let name = link.name.clone().filter(|_| link.redo.lsn == link.end);
+        let name = name.ok_or_else(|| invalid(format!("snapshot {id} has no name, or is not exact")))?;
+        let mut parts = Vec::new();
+        for link in &chain {
+            parts.extend(self.files.parts_of(Role::Link, link.snapshot.0)?);
+        }
+        for file in files {
+            parts.extend(self.files.parts_of(Role::Images, file)?);
+        }
+        Ok(NamedParts { snapshot: id, name, batch: self.batch_point(link.redo), parts })
+    }
+}

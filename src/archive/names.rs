@@ -1,0 +1,141 @@
+//! Named snapshots of the store, and names that were given up.
+
+use std::io;
+
+use remanent_archive::Error as Failure;
+use remanent_archive::directory::NameChanges;
+use remanent_archive::line::UPLOADS_MAX;
+use remanent_format::SnapshotId;
+
+use super::failures::error_of;
+use super::uploader::Uploader;
+use crate::base::sync::Instant;
+use crate::catalog::{Catalog, RetainedSnapshot};
+use crate::disk::Hold;
+
+/// Number of attempts after which a named snapshot that cannot be read is skipped.
+const READ_ATTEMPTS: u32 = 3;
+
+impl Uploader<'_> {
+    /// Begins to archive named snapshots, after a fence.
+    pub(super) fn begin_names(&mut self) -> Result<(), Failure> {
+        // The directory may be an older copy, which lacks snapshots of the archive. It does not use their numbers again.
+        let newest = self.line.catalog().last().map_or(SnapshotId(0), |kept| kept.snapshot);
+        if self.snapshots.catalog.latest().catalog.next_snapshot <= newest.0 {
+            let mut catalog = self.snapshots.catalog.lock();
+            catalog.next_snapshot = catalog.next_snapshot.max(newest.0 + 1);
+        }
+        self.progress.set_named(self.line.catalog().iter().map(|kept| kept.snapshot));
+        if self.has_lost_snapshots {
+            // They are no longer in common, so that no later open takes them for given up.
+            self.directory.record_named(&self.name_changes().common)?;
+        }
+        Ok(())
+    }
+
+    /// Compares the directory with the archive.
+    fn name_changes(&self) -> NameChanges {
+        let latest = self.snapshots.catalog.latest();
+        let catalog = &latest.catalog;
+        let is_complete = !self.has_lost_snapshots && catalog.unread.is_none();
+        self.directory.name_changes_of(self.line.catalog(), is_complete, |kept| {
+            let found = catalog.snapshots.get(&kept.snapshot);
+            found.is_some_and(|found| found.info.name.as_ref() == Some(&kept.name))
+        })
+    }
+
+    /// Archives the named snapshots that the archive lacks, and removes those that were given up.
+    pub(super) fn archive_names(&mut self) -> Result<(), Failure> {
+        let mut given_up = self.name_changes().given_up;
+        while let Some(snapshot) = self.next_named() {
+            let result = self.archive_named(snapshot, &given_up);
+            match &result {
+                Ok(true) => {
+                    self.record_names()?;
+                    given_up = self.name_changes().given_up;
+                }
+                // The snapshot is being removed, or the store closes.
+                Ok(false) => break,
+                Err(Failure::Local(_)) if !self.is_last_attempt(snapshot) => {}
+                Err(failure @ (Failure::Local(_) | Failure::TooLarge { .. } | Failure::NotNewer { .. })) => {
+                    self.note_failure(failure);
+                    self.progress.refuse_named(snapshot, error_of(&self.options.url, failure));
+                    continue;
+                }
+                Err(_) => {}
+            }
+            result?;
+        }
+        if !given_up.is_empty() {
+            let append = self.line.append_catalog(&self.directory, &given_up, None);
+            if let Some(appended) = self.bucket.block_on(append)? {
+                tracing::info!(?given_up, "removed named snapshots from the archive");
+                self.note(&appended);
+            }
+        }
+        // Also records the snapshots that an earlier process archived before it stopped.
+        self.record_names()
+    }
+
+    /// Counts a failed attempt. Returns true for the last one.
+    fn is_last_attempt(&mut self, snapshot: SnapshotId) -> bool {
+        let attempts = self.failed_names.entry(snapshot).or_default();
+        *attempts += 1;
+        *attempts >= READ_ATTEMPTS
+    }
+
+    fn record_names(&mut self) -> Result<(), Failure> {
+        self.progress.set_named(self.line.catalog().iter().map(|kept| kept.snapshot));
+        Ok(self.directory.record_named(&self.name_changes().common)?)
+    }
+
+    /// Returns the oldest named snapshot that the archive lacks, if it can be archived now: its batches are archived, and it
+    /// is verified. A later change of either wakes this thread again.
+    fn next_named(&self) -> Option<SnapshotId> {
+        let latest = self.snapshots.catalog.latest();
+        let kept = oldest_after(&latest.catalog, |id| {
+            let is_archived = self.line.catalog().iter().any(|kept| kept.snapshot == id);
+            !is_archived && !self.progress.is_refused(id)
+        })?;
+        let is_ready = kept.info.verified && kept.info.end <= self.line.archived().lsn;
+        is_ready.then_some(kept.info.id)
+    }
+
+    /// Archives a named snapshot, and removes those that were given up. Runs are appended in between, so that batches do not
+    /// wait for a long snapshot. Returns false if the snapshot is being removed, or if the store closes and the time for
+    /// that is over.
+    fn archive_named(&mut self, snapshot: SnapshotId, given_up: &[SnapshotId]) -> Result<bool, Failure> {
+        let _lock = match self.engine.disk.hold(snapshot).map_err(io::Error::other)? {
+            Hold::Held(lock) => Some(lock),
+            Hold::Impossible => None,
+            Hold::Retiring => return Ok(false),
+        };
+        if !self.snapshots.catalog.latest().catalog.snapshots.contains_key(&snapshot) {
+            return Ok(false); // It was removed before it was held.
+        }
+        let named = self.directory.named_snapshot(snapshot)?;
+        let mut begun = Instant::now();
+        for missing in self.line.missing_parts(&named.parts).chunks(UPLOADS_MAX) {
+            if self.late_at.is_some_and(|late_at| Instant::now() >= late_at) {
+                return Ok(false);
+            }
+            self.bucket.block_on(self.line.upload_ahead(&self.directory, missing))?;
+            self.append_runs_if_due(&mut begun)?;
+        }
+        let append = self.line.append_catalog(&self.directory, given_up, Some(&named));
+        if let Some(appended) = self.bucket.block_on(append)? {
+            self.note(&appended);
+        }
+        tracing::info!(%snapshot, name = named.name, "archived a named snapshot");
+        Ok(true)
+    }
+}
+
+/// Returns the oldest sound and exact named snapshot that `is_new` selects. Only very old stores contain named snapshots that
+/// are not exact.
+fn oldest_after(catalog: &Catalog, is_new: impl Fn(SnapshotId) -> bool) -> Option<&RetainedSnapshot> {
+    catalog.snapshots.values().find(|kept| {
+        let info = &kept.info;
+        info.name.is_some() && kept.is_sound && info.redo == info.end && is_new(info.id)
+    })
+}

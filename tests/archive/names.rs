@@ -1,0 +1,161 @@
+//! Named snapshots of archived stores.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use remanent::error::ArchiveErrorKind;
+use remanent::options::Create;
+use remanent::{Error, SnapshotId, SnapshotOptions, Store};
+
+use crate::bed::{Bed, archive_steps, check, pages, plain_options, step, step_of};
+
+fn name(store: &Store, name: &str) -> SnapshotId {
+    store.snapshot_with(SnapshotOptions::new().name(name)).unwrap().id
+}
+
+/// Takes a named snapshot, and waits until it is archived.
+fn archive_name(store: &Store, text: &str) {
+    assert!(store.wait_archived(name(store, text), None).unwrap());
+}
+
+fn steps<const N: usize>(expected: [(&str, u64); N]) -> BTreeMap<String, u64> {
+    expected.map(|(name, step)| (name.to_owned(), step)).into()
+}
+
+#[test]
+fn named_snapshots_survive_loss_of_machine() {
+    let bed = Bed::new();
+    let store = bed.open();
+    let pages = pages(&store);
+    archive_steps(&store, &pages, 7);
+    archive_name(&store, "seven");
+    archive_steps(&store, &pages, 5);
+    // Returns before the snapshot is verified.
+    let taken = store.snapshot_with(SnapshotOptions::new().name("twelve").only_published()).unwrap();
+    assert!(store.wait_archived(taken.id, None).unwrap());
+    archive_steps(&store, &pages, 2);
+    assert_eq!(bed.restored_names("restored"), steps([("seven", 7), ("twelve", 12)]));
+    let archive = store.stats().archive.unwrap();
+    assert_eq!((archive.named, archive.failures), (2, 0));
+}
+
+#[test]
+fn close_archives_named_snapshots() {
+    let bed = Bed::new();
+    for life in 1..=3 {
+        let archive = bed.archive().interval(Duration::from_secs(3600));
+        let store = plain_options(Default::default()).archive(archive).open(bed.store()).unwrap();
+        let pages = pages(&store);
+        (0..4).for_each(|_| _ = step(&store, &pages).unwrap());
+        name(&store, &format!("life {life}"));
+        store.close().unwrap();
+        assert_eq!(bed.restored_names("restored").len(), life);
+    }
+}
+
+/// A name is removed from the archive by the store that gives it up, at once or at its next open.
+#[test]
+fn given_up_names_are_removed_from_archive() {
+    let bed = Bed::new();
+    let store = bed.open();
+    let pages = pages(&store);
+    archive_steps(&store, &pages, 3);
+    archive_name(&store, "a");
+    archive_name(&store, "b");
+    archive_steps(&store, &pages, 1);
+    store.prune(&store.retention().give_up("a")).unwrap();
+    archive_name(&store, "c");
+    assert_eq!(bed.restored_names("restored"), steps([("b", 3), ("c", 4)]));
+    store.prune(&store.retention().give_up("b")).unwrap();
+    store.close().unwrap();
+    assert_eq!(bed.restored_names("restored"), steps([("c", 4)]));
+    // A name that was given up can be used again.
+    let store = bed.open();
+    archive_steps(&store, &pages, 1);
+    store.prune(&store.retention().give_up("c")).unwrap();
+    archive_name(&store, "c");
+    store.close().unwrap();
+    assert_eq!(bed.restored_names("restored"), steps([("c", 5)]));
+}
+
+#[test]
+fn restored_store_continues_names() {
+    let bed = Bed::new();
+    let store = bed.open();
+    archive_steps(&store, &pages(&store), 3);
+    archive_name(&store, "start");
+    store.close().unwrap();
+    for life in 1..=3 {
+        let path = format!("machine-{life}");
+        bed.restore(&path).unwrap();
+        let store = bed.options().open(bed.path(&path)).unwrap();
+        assert_eq!(check(&store), 3 * life);
+        let names = store.snapshots().iter().filter(|info| info.name.is_some()).count();
+        assert_eq!(names as u64, life);
+        archive_steps(&store, &pages(&store), 3);
+        archive_name(&store, &format!("life {life}"));
+        store.close().unwrap();
+    }
+    let restored = bed.restored_names("restored");
+    assert_eq!(restored, steps([("start", 3), ("life 1", 6), ("life 2", 9), ("life 3", 12)]));
+}
+
+/// A named snapshot can be restored by name on another machine, and the restore is archived.
+#[test]
+fn restored_store_goes_back_to_named_snapshot() {
+    let bed = Bed::new();
+    let store = bed.open();
+    let created = pages(&store);
+    archive_steps(&store, &created, 4);
+    archive_name(&store, "good");
+    archive_steps(&store, &created, 5);
+    store.close().unwrap();
+    bed.restore("second").unwrap();
+    let store = bed.options().open(bed.path("second")).unwrap();
+    store.restore("name:good".parse::<remanent::StatePoint>().unwrap()).unwrap();
+    assert_eq!(check(&store), 4);
+    archive_steps(&store, &pages(&store), 1);
+    assert_eq!(bed.restored_step("restored"), 5);
+    assert_eq!(bed.restored_names("restored"), steps([("good", 4)]));
+}
+
+#[test]
+fn waits_for_other_snapshots_are_refused() {
+    let bed = Bed::new();
+    let store = bed.open();
+    archive_steps(&store, &pages(&store), 2);
+    let unnamed = store.snapshot().unwrap().id;
+    let kind = |error: Error| match error {
+        Error::Archive(error) => error.kind,
+        error => panic!("{error:?}"),
+    };
+    assert_eq!(kind(store.wait_archived(unnamed, None).unwrap_err()), ArchiveErrorKind::Unnamed);
+    let error = store.wait_archived(SnapshotId(99), None).unwrap_err();
+    assert!(matches!(error, Error::NoSuchState(_)), "{error:?}");
+    let plain = plain_options(Create::IfEmpty).open(bed.path("plain")).unwrap();
+    pages(&plain);
+    let named = name(&plain, "a");
+    assert_eq!(kind(plain.wait_archived(named, None).unwrap_err()), ArchiveErrorKind::NoArchive);
+}
+
+/// While the bucket is away, a wait ends by its timeout, or because the snapshot is removed.
+#[test]
+fn waits_end_while_bucket_is_away() {
+    let bed = Bed::new();
+    let store = bed.open();
+    let pages = pages(&store);
+    archive_steps(&store, &pages, 2);
+    std::fs::rename(bed.bucket(), bed.path("away")).unwrap();
+    let (a, b) = (name(&store, "a"), name(&store, "b"));
+    assert!(!store.wait_archived(a, Some(Duration::from_millis(30))).unwrap());
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| store.wait_archived(a, None));
+        store.prune(&store.retention().give_up("a")).unwrap();
+        let error = waiter.join().unwrap().unwrap_err();
+        assert!(matches!(error, Error::NoSuchState(_)), "{error:?}");
+    });
+    std::fs::rename(bed.path("away"), bed.bucket()).unwrap();
+    assert!(store.wait_archived(b, None).unwrap());
+    assert_eq!(bed.restored_names("restored"), steps([("b", 2)]));
+    assert_eq!(step_of(&store), 2);
+}
