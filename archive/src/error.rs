@@ -163,6 +163,9 @@ pub enum Error {
 pub enum Divergence {
     /// The newest fence was created by another directory. A takeover waives this check.
     UnknownFence,
+    /// The directory never had a named snapshot that the archive keeps. A takeover waives this check, and gives up
+    /// the name.
+    UnknownName,
     /// The last archived batch is not in the directory, or another batch is in its place.
     NotOnLine,
     /// The last archived batch is above the point up to which the next opening keeps the log.
@@ -173,6 +176,7 @@ impl std::fmt::Display for Divergence {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Divergence::UnknownFence => "in the term of a fence that this directory did not create",
+            Divergence::UnknownName => "after a named snapshot that this directory never had",
             Divergence::NotOnLine => "not in the history of this directory",
             Divergence::Unproven => "above the last batch that a durable mark of this directory proves",
         })

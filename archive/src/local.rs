@@ -5,7 +5,7 @@ use std::io;
 use remanent_format::segment::SegmentHeader;
 use remanent_format::{Incarnation, Lsn, StoreId};
 
-use crate::object::{BatchPoint, Nonce, Part};
+use crate::object::{BatchPoint, KeptSnapshot, Nonce, Part};
 
 /// A fence that a directory tried to create or created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +53,10 @@ pub trait LocalStore {
     fn is_open(&self) -> bool {
         false
     }
+
+    /// Returns whether the directory has a named snapshot of the archive, or had it and gave its name up. An older
+    /// copy of the directory lacks newer ones, and may use the numbers of their files again.
+    fn knows_name(&self, kept: &KeptSnapshot) -> bool;
 
     /// Returns the newest batch.
     fn newest(&self) -> BatchPoint;

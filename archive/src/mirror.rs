@@ -3,14 +3,16 @@
 //! [`push`] archives a store that no process has open. [`restore`] writes a directory that the engine opens, and that
 //! continues the archive.
 
+use std::collections::BTreeSet;
+
 use remanent_format::{Damage, Lsn, SnapshotId};
 
 use crate::bucket::Bucket;
 use crate::directory::{ArchivedDirectory, RestoreTarget};
 use crate::error::{Error, Result};
 use crate::line::{Archive, Line, NamedParts, Nonces, Pruned, RestoredEnd, SnapshotParts, Takeover};
-use crate::local::FenceRecord;
-use crate::object::BatchPoint;
+use crate::local::{FenceRecord, LocalStore};
+use crate::object::{BatchPoint, KeptSnapshot, Part};
 
 /// Number of boundaries that may pass a restore before it gives up.
 const READ_ATTEMPTS: u32 = 6;
@@ -35,8 +37,8 @@ pub struct Pushed {
     pub pruned: Pruned,
 }
 
-/// Archives the batches of a directory that are not archived yet, its newest snapshot and its named snapshots. A boundary is
-/// appended over the new snapshot, and the objects below the boundary before it are deleted.
+/// Archives the batches of a directory that are not archived yet, its newest snapshot and its named snapshots. A
+/// boundary is appended over the new snapshot, and the objects below the boundary before it are deleted.
 ///
 /// A push that failed or was interrupted is repeated by the next push.
 ///
@@ -63,7 +65,10 @@ pub async fn push<B: Bucket, N: Nonces>(
         pruned: Pruned::Nothing,
     };
     let snapshot = newest_snapshot(&line, directory, &mut damaged)?;
-    let newest_named = line.catalog().last().map(|kept| kept.snapshot);
+    // A takeover gives up names that the directory never had.
+    let known: Vec<&KeptSnapshot> = line.catalog().iter().filter(|kept| directory.knows_name(kept)).collect();
+    let (newest_named, has_unknown) =
+        (known.last().map(|kept| kept.snapshot), known.len() < line.catalog().len());
     let names = Names {
         new: directory.new_named(newest_named, &mut damaged)?,
         given_up: directory.name_changes(line.catalog()).given_up,
@@ -71,7 +76,8 @@ pub async fn push<B: Bucket, N: Nonces>(
     let is_complete = snapshot.is_none()
         && directory.proven().lsn <= line.archived().lsn
         && names.new.is_empty()
-        && names.given_up.is_empty();
+        && names.given_up.is_empty()
+        && !has_unknown;
     if line.is_empty() || !is_complete {
         line.fence(directory, takeover).await?;
         pushed.term = line.term();
@@ -125,8 +131,10 @@ async fn append<B: Bucket, N: Nonces>(
         pushed.runs += 1;
     }
     line.append_catalog(directory, &names.given_up, None).await?;
+    let parts: BTreeSet<Part> = names.new.iter().flat_map(|new| new.parts.iter().copied()).collect();
+    let parts: Vec<Part> = parts.into_iter().collect();
+    line.upload_ahead(directory, &line.missing_parts(&parts)).await?;
     for new in &names.new {
-        line.upload_ahead(directory, &line.missing_parts(&new.parts)).await?;
         line.append_catalog(directory, &[], Some(new)).await?;
         pushed.named += 1;
     }
@@ -144,8 +152,8 @@ async fn append<B: Bucket, N: Nonces>(
     Ok(())
 }
 
-/// Restores the end of an archive and its named snapshots into a directory, which then continues the archive: every other directory of the store
-/// is refused from now on.
+/// Restores the end of an archive and its named snapshots into a directory, which then continues the archive: every
+/// other directory of the store is refused from now on.
 ///
 /// A restore that failed or was interrupted leaves a directory that the engine refuses. The next restore begins again.
 ///
@@ -179,10 +187,10 @@ pub async fn restore<B: Bucket, N: Nonces>(
     Err(Error::Overtaken { position: line.start() })
 }
 
-/// Copies an earlier state of an archive into a directory, with the batches after it in the same run, and with the named
-/// snapshots up to it. If no kept manifest precedes the batch `at`, or if `at` is `None`, copies the end and all named
-/// snapshots. The archive is not changed, and the directory must not continue it: the caller makes a store of its own from
-/// it, with another id.
+/// Copies an earlier state of an archive into a directory, with the batches after it in the same run, and with the
+/// named snapshots up to it. If no kept manifest precedes the batch `at`, or if `at` is `None`, copies the end and
+/// all named snapshots. The archive is not changed, and the directory must not continue it: the caller makes a store
+/// of its own from it, with another id.
 ///
 /// # Errors
 /// Returns the errors of [`restore`].

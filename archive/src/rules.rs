@@ -44,7 +44,8 @@ pub enum Rule {
     Check,
     /// A boundary lies at the run that holds the kept manifest's `redo` (rule 17).
     Redo,
-    /// A sweep keeps the named snapshots of the boundary that it carries out (rule 17). The model lacks named snapshots.
+    /// A sweep keeps the named snapshots of the boundary that it carries out (rule 17). The model lacks named
+    /// snapshots.
     Names,
     /// Deletes lag one boundary behind (rule 19). The model lacks this rule: without it, the others still hold the promises,
     /// but a reader that stalls for one boundary is overtaken.

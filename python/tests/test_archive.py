@@ -70,17 +70,128 @@ def test_failures_name_their_kind(tmp_path: Path) -> None:
             ticket.wait(1.0, "archived")
 
 
-def test_writers_of_versions_refuse_archives(tmp_path: Path) -> None:
+def test_named_snapshots_survive_loss_of_the_directory(tmp_path: Path) -> None:
+    url = _url(tmp_path / "bucket")
+    with remanent.Store(tmp_path / "store", archive={"url": url}) as store:
+        store["k"] = b"1"
+        assert store.wait_archived(store.snapshot("one"), timeout=60)
+        store["k"] = b"2"
+        two = store.snapshot("two", verify=False)
+        assert store.wait_archived(two.id)
+        store.prune(give_up=["one"])
+        unnamed = store.snapshot()
+        for snapshot, error in [(unnamed, remanent.ArchiveError), (99, remanent.NoStateError)]:
+            with pytest.raises(error):
+                store.wait_archived(snapshot, timeout=60)
+        archive = store.stats()["archive"]
+        assert archive is not None
+    shutil.rmtree(tmp_path / "store")
+    _restore(url, tmp_path / "restored")
+    with remanent.Store(tmp_path / "restored", archive={"url": url}) as store:
+        assert [info.name for info in store.snapshots() if info.name is not None] == ["two"]
+        with remanent.View(tmp_path / "restored", "two") as view:
+            assert view["k"] == b"2"
+
+
+def test_open_without_the_archive_is_refused(tmp_path: Path) -> None:
+    url = _url(tmp_path / "bucket")
+    with remanent.Store(tmp_path / "store", archive={"url": url}) as store:
+        store["k"] = b"1"
+    with pytest.raises(remanent.ArchiveError, match="follows this store") as raised:
+        remanent.Store(tmp_path / "store")
+    assert (raised.value.kind, raised.value.url) == ("not given", url)
+    with remanent.View(tmp_path / "store") as view:
+        assert view["k"] == b"1"
+
+
+def test_run_continues_on_another_machine(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
+    from remanent.torch import Checkpointer
+
+    archive: remanent.ArchiveOptions = {"url": _url(tmp_path / "bucket")}
+    state = {"w": torch.zeros(1000), "position": 0}
+
+    def run(machine: str) -> Checkpointer:
+        return Checkpointer(tmp_path / machine, extra={"state": state}, rng=False, keep=2, archive=archive)
+
+    with run("first") as first:
+        for step in range(1, 6):
+            state["w"].fill_(step)
+            state["position"] = 10 * step
+            saved = first.save(step, name="best" if step == 2 else None, wait=step != 4)
+            assert saved.wait_archived(60.0)
+        versions = [(version.step, version.name, version.created) for version in first.versions()]
+    assert [version[:2] for version in versions] == [(2, "best"), (4, None), (5, None)]
+    shutil.rmtree(tmp_path / "first")
+
+    _restore(archive["url"], tmp_path / "second")
+    state = {"w": torch.zeros(1000), "position": 0}
+    with run("second") as second:
+        assert [(version.step, version.name, version.created) for version in second.versions()] == versions
+        assert second.restore() == 5 and state["position"] == 50 and (state["w"] == 5).all()
+        assert second.restore(at="best") == 2 and state["position"] == 20 and (state["w"] == 2).all()
+        assert second.restore(at=4) == 4 and (state["w"] == 4).all()
+        # History continues from the restored version. A version that is given up leaves the archive, too.
+        state["w"].fill_(6)
+        assert second.save(6).wait_archived(60.0)
+        second.give_up("best")
+    shutil.rmtree(tmp_path / "second")
+    _restore(archive["url"], tmp_path / "third")
+    with run("third") as third:
+        assert [version.step for version in third.versions()] == [5, 6]
+        assert third.restore() == 6 and (state["w"] == 6).all()
+
+
+def test_save_that_was_killed_leaves_the_last_version(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    url = _url(tmp_path / "bucket")
+    code = f"""
+import os, signal, torch
+from remanent.torch import Checkpointer
+state = {{"w": torch.zeros(2_000_000)}}
+run = Checkpointer({os.fspath(tmp_path / "run")!r}, extra={{"state": state}}, rng=False, archive={{"url": {url!r}}})
+state["w"].fill_(1)
+assert run.save(1).wait_archived(60.0)
+state["w"].fill_(2)
+run.save(2, wait=False)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert killed.returncode == -9, killed.stderr.decode()
+    shutil.rmtree(tmp_path / "run")
+    _restore(url, tmp_path / "restored")
+    import torch
+
+    from remanent.torch import Checkpointer
+
+    state = {"w": torch.zeros(2_000_000)}
+    with Checkpointer(tmp_path / "restored", extra={"state": state}, rng=False, archive={"url": url}) as run:
+        step = run.restore()
+        assert step in (1, 2) and (state["w"] == step).all()
+
+
+def test_archives_of_runs_with_ranks_and_of_dcp_are_refused(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    import torch.distributed
+
     from remanent.dcp import StorageWriter
     from remanent.torch import Checkpointer
 
     archive: remanent.ArchiveOptions = {"url": _url(tmp_path / "bucket")}
     with pytest.raises(remanent.InvalidError, match="archive"):
-        Checkpointer(tmp_path / "run", torch.nn.Linear(2, 2), archive=archive)
-    with pytest.raises(remanent.InvalidError, match="archive"):
         StorageWriter(tmp_path / "step", archive=archive)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(remanent.InvalidError, match="archive"):
+            Checkpointer(tmp_path / "run", torch.nn.Linear(2, 2), archive=archive,
+                         process_group=torch.distributed.group.WORLD)
+    finally:
+        torch.distributed.destroy_process_group()
     assert not (tmp_path / "run").exists() and not (tmp_path / "step").exists()
+    with Checkpointer(tmp_path / "plain", torch.nn.Linear(2, 2)) as run:
+        with pytest.raises(remanent.ArchiveError):
+            run.save(1).wait_archived(60.0)
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

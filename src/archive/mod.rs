@@ -6,7 +6,8 @@
 //!   directory. After recovery has written the new opening, the thread `remanent-archive` creates a fence.
 //! - **Runs:** a batch is archived at most [`ArchiveOptions::interval`](crate::options::ArchiveOptions) after it was
 //!   proven, or at once if a caller waits for [`Ack::Archived`](crate::Ack).
-//! - **Snapshots:** after 1,024 runs or 1 GiB of log or of image files, so that a restore reads a bounded number of objects.
+//! - **Snapshots:** after 1,024 runs or 1 GiB of log or of image files, so that a restore reads a bounded number of
+//!   objects.
 //! - **Named snapshots:** once verified, oldest first. A name that was given up is also removed from the archive.
 //! - **Holds:** the thread holds the newest snapshot from which the log leads to the first batch that is not archived, as a
 //!   reader does. If the log exceeds `ArchiveOptions::log_len_max`, the hold ends: the archive then falls behind, and

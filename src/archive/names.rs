@@ -19,16 +19,18 @@ const READ_ATTEMPTS: u32 = 3;
 impl Uploader<'_> {
     /// Begins to archive named snapshots, after a fence.
     pub(super) fn begin_names(&mut self) -> Result<(), Failure> {
-        // The directory may be an older copy, which lacks snapshots of the archive. It does not use their numbers again.
+        // The directory may be an older copy, which lacks snapshots of the archive. It does not use their numbers
+        // again.
         let newest = self.line.catalog().last().map_or(SnapshotId(0), |kept| kept.snapshot);
         if self.snapshots.catalog.latest().catalog.next_snapshot <= newest.0 {
             let mut catalog = self.snapshots.catalog.lock();
             catalog.next_snapshot = catalog.next_snapshot.max(newest.0 + 1);
         }
-        self.progress.set_named(self.line.catalog().iter().map(|kept| kept.snapshot));
+        let common = self.name_changes().common;
+        self.progress.set_named(common.iter().copied());
         if self.has_lost_snapshots {
             // They are no longer in common, so that no later open takes them for given up.
-            self.directory.record_named(&self.name_changes().common)?;
+            self.directory.record_named(&common)?;
         }
         Ok(())
     }
@@ -85,12 +87,13 @@ impl Uploader<'_> {
     }
 
     fn record_names(&mut self) -> Result<(), Failure> {
-        self.progress.set_named(self.line.catalog().iter().map(|kept| kept.snapshot));
-        Ok(self.directory.record_named(&self.name_changes().common)?)
+        let common = self.name_changes().common;
+        self.progress.set_named(common.iter().copied());
+        Ok(self.directory.record_named(&common)?)
     }
 
-    /// Returns the oldest named snapshot that the archive lacks, if it can be archived now: its batches are archived, and it
-    /// is verified. A later change of either wakes this thread again.
+    /// Returns the oldest named snapshot that the archive lacks, if it can be archived now: its batches are archived,
+    /// and it is verified. A later change of either wakes this thread again.
     fn next_named(&self) -> Option<SnapshotId> {
         let latest = self.snapshots.catalog.latest();
         let kept = oldest_after(&latest.catalog, |id| {
@@ -101,9 +104,9 @@ impl Uploader<'_> {
         is_ready.then_some(kept.info.id)
     }
 
-    /// Archives a named snapshot, and removes those that were given up. Runs are appended in between, so that batches do not
-    /// wait for a long snapshot. Returns false if the snapshot is being removed, or if the store closes and the time for
-    /// that is over.
+    /// Archives a named snapshot, and removes those that were given up. Runs are appended in between, so that batches
+    /// do not wait for a long snapshot. Returns false if the snapshot is being removed, or if the store closes and
+    /// the time for that is over.
     fn archive_named(&mut self, snapshot: SnapshotId, given_up: &[SnapshotId]) -> Result<bool, Failure> {
         let _lock = match self.engine.disk.hold(snapshot).map_err(io::Error::other)? {
             Hold::Held(lock) => Some(lock),
@@ -131,8 +134,8 @@ impl Uploader<'_> {
     }
 }
 
-/// Returns the oldest sound and exact named snapshot that `is_new` selects. Only very old stores contain named snapshots that
-/// are not exact.
+/// Returns the oldest sound and exact named snapshot that `is_new` selects. Only very old stores contain named
+/// snapshots that are not exact.
 fn oldest_after(catalog: &Catalog, is_new: impl Fn(SnapshotId) -> bool) -> Option<&RetainedSnapshot> {
     catalog.snapshots.values().find(|kept| {
         let info = &kept.info;

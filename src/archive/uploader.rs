@@ -34,7 +34,7 @@ const RUN_BYTES_MAX: u64 = 1 << 30;
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// Pause after a snapshot for the archive could not be taken.
 const SNAPSHOT_AGAIN_AFTER: Duration = Duration::from_secs(10);
-/// The shortest time between two hints.
+/// The shortest time between two hints, and before the first one.
 const HINT_EVERY: Duration = Duration::from_secs(10);
 /// The time for which a close archives what is left.
 const CLOSE_MAX: Duration = Duration::from_secs(30);
@@ -122,7 +122,7 @@ pub(super) fn run(start: UploaderStart<'_>) {
         snapshot_after: Instant::now(),
         late_at: None,
         hint: 0,
-        hint_after: Instant::now(),
+        hint_after: Instant::now() + HINT_EVERY,
     };
     // Held before the first snapshot of this open can remove log.
     uploader.renew_hold();
@@ -163,7 +163,10 @@ fn find(
         probe(Archive { bucket, nonces: &SystemNonces, rules: Rules::default() }, store).await?;
         line.find().await?;
         match (&directory, line.store()) {
-            (Some(directory), _) => line.check_lineage(directory, takeover),
+            (Some(directory), _) => {
+                line.check_lineage(directory, takeover)?;
+                Ok(directory.remember(line.archived().lsn)?)
+            }
             (None, Some(found)) => Err(Failure::IdentityMismatch { found, expected: nobody }),
             (None, None) => Ok(()),
         }
@@ -311,6 +314,7 @@ impl Uploader<'_> {
         let path = self.engine.disk.directory().map_err(io::Error::other)?;
         if let Some(path) = path.filter(|path| *path != self.path) {
             self.directory = read_directory(&path)?;
+            self.directory.remember(self.line.archived().lsn)?;
             self.path = path;
         }
         Ok(())
@@ -331,7 +335,10 @@ impl Uploader<'_> {
             })?;
             self.is_found = true;
         }
-        self.bucket.block_on(line.fence(directory, takeover))?;
+        let fenced = self.bucket.block_on(line.fence(directory, takeover));
+        if self.line.term().is_none() {
+            return fenced;
+        }
         self.runs = self.line.next() - self.line.newest_manifest().unwrap_or_else(|| self.line.start());
         self.snapshot = self.line.manifest().map(|manifest| manifest.snapshot);
         (self.uploaded_before, self.listed_before) =
@@ -342,7 +349,7 @@ impl Uploader<'_> {
         self.progress.count(|stats| stats.term = term);
         self.progress.advance(self.line.archived().lsn);
         tracing::info!(url = self.options.url, term, "archiving");
-        Ok(())
+        fenced
     }
 
     /// Appends the proven batches as runs. First completes an object whose outcome is not known.

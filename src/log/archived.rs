@@ -107,8 +107,8 @@ impl ArchiveProgress {
         Ok(true)
     }
 
-    /// Waits until the archive keeps a named snapshot, the snapshot no longer `exists`, or the time `until`. Returns whether
-    /// the archive keeps it.
+    /// Waits until the archive keeps a named snapshot, the snapshot no longer `exists`, or the time `until`. Returns
+    /// whether the archive keeps it.
     ///
     /// # Errors
     /// The error because of which the snapshot cannot be archived, or that ended the archive.
@@ -132,7 +132,8 @@ impl ArchiveProgress {
         state.is_named_archived(snapshot)
     }
 
-    /// Makes the uploader look for named snapshots, and wakes the callers that wait for one. The caller then wakes the uploader if it waits for the log.
+    /// Makes the uploader look for named snapshots, and wakes the callers that wait for one. The caller then wakes
+    /// the uploader if it waits for the log.
     pub fn note_snapshots(&self) {
         self.state.lock().are_snapshots_changed = true;
         self.called.notify_all();
@@ -188,8 +189,8 @@ impl ArchiveProgress {
         self.state.lock().is_called()
     }
 
-    /// Waits until the time `until`, until a caller waits for a batch that is not archived, until snapshots change, or until
-    /// the store closes.
+    /// Waits until the time `until`, until a caller waits for a batch that is not archived, until snapshots change,
+    /// or until the store closes.
     pub fn pause(&self, until: Instant) {
         let mut state = self.state.lock();
         while !state.is_called() {

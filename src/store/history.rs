@@ -123,13 +123,13 @@ impl Store {
         self.in_store(snapshots.finish(&mut catalog))
     }
 
-    /// Waits until the archive keeps a named snapshot, or until `timeout` has passed. Returns whether the archive keeps it.
-    /// Named snapshots are archived in the order in which they were taken, once they are verified. From then on, a store
-    /// that is restored from the archive contains the snapshot, until its name is given up.
+    /// Waits until the archive keeps a named snapshot, or until `timeout` has passed. Returns whether the archive
+    /// keeps it. Named snapshots are archived in the order in which they were taken, once they are verified. From
+    /// then on, a store that is restored from the archive contains the snapshot, until its name is given up.
     ///
     /// # Errors
-    /// [`Error::NoSuchState`] if there is no such snapshot, or no longer, and [`Error::Archive`] if the snapshot has no name or cannot be
-    /// archived, the store has no archive, or the archive has ended.
+    /// [`Error::NoSuchState`] if there is no such snapshot, or no longer, and [`Error::Archive`] if the snapshot has
+    /// no name or cannot be archived, the store has no archive, or the archive has ended.
     pub fn wait_archived(&self, snapshot: SnapshotId, timeout: Option<Duration>) -> Result<bool> {
         self.check_process()?;
         let archive = self.engine().archive()?;

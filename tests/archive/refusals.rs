@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use remanent::error::ArchiveErrorKind;
 use remanent::options::Create;
-use remanent::{Ack, Error, Store};
+use remanent::{Ack, Error, SnapshotOptions, Store};
 
 use crate::bed::{Bed, archive_steps, check, copy_directory, pages, pause, plain_options, step};
 
@@ -112,6 +112,28 @@ fn lost_archive_is_refused() {
         let _ = fs::remove_dir_all(bed.bucket().join(folder)); // The folder of boundaries may be missing.
     }
     assert_refused(&bed, &bed.store(), ArchiveErrorKind::Lost);
+}
+
+/// A copy of the directory knows the newest fence and all batches, but lacks a named snapshot of the archive.
+#[test]
+fn copy_without_named_snapshot_is_refused() {
+    let bed = Bed::new();
+    let store = bed.open();
+    let created = pages(&store);
+    archive_steps(&store, &created, 3);
+    copy_directory(&bed.store(), &bed.path("copy"));
+    let named = store.snapshot_with(SnapshotOptions::new().name("a")).unwrap();
+    assert!(store.wait_archived(named.id, None).unwrap());
+    drop(store);
+    assert_refused(&bed, &bed.path("copy"), ArchiveErrorKind::Diverged);
+    assert_eq!(bed.restored_names("restored").len(), 1);
+    // A takeover gives the name up.
+    let archive = bed.archive().takeover(true);
+    let copy = plain_options(Create::Never).archive(archive).open(bed.path("copy")).unwrap();
+    assert_eq!(bed.restored_names("restored").len(), 0);
+    let named = copy.snapshot_with(SnapshotOptions::new().name("b")).unwrap();
+    assert!(copy.wait_archived(named.id, None).unwrap());
+    assert_eq!(bed.restored_names("restored"), [("b".to_owned(), 3)].into());
 }
 
 /// A directory that an archive follows, and one that was restored from such an archive, may not be opened without it.

@@ -79,6 +79,15 @@ impl LogIndex {
         self.proven = proven;
     }
 
+    /// Adds the end of a batch to the index.
+    fn insert(&self, point: LogPoint) {
+        let mut points = self.points.borrow_mut();
+        let at = points.partition_point(|known| known.lsn < point.lsn);
+        if points.get(at).is_none_or(|known| known.lsn > point.lsn) {
+            points.insert(at, point);
+        }
+    }
+
     /// Adds the end of a batch to the index, if it is the last one.
     pub(super) fn push(&self, point: LogPoint) {
         let mut points = self.points.borrow_mut();
@@ -117,6 +126,18 @@ impl ArchivedDirectory {
     pub fn continues(&self, archived: &BatchPoint) -> io::Result<bool> {
         let found = self.point_at(archived.lsn)?;
         Ok(found.is_some_and(|point| point.chain == archived.chain))
+    }
+
+    /// Remembers where a batch ends, so that the log after it is found although the log before it was recycled
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// Returns the error of the disk.
+    pub fn remember(&self, lsn: Lsn) -> io::Result<()> {
+        if let Some(point) = self.point_at(lsn)? {
+            self.log.insert(point);
+        }
+        Ok(())
     }
 
     /// Returns the point after a batch that a durable mark proves, or `None` if the log does not contain it.

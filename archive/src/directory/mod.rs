@@ -27,7 +27,7 @@ mod record;
 mod files;
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::path::Path;
 
@@ -35,13 +35,13 @@ use remanent_format::limits::{NUMBER_MAX, STORE_RECORD_LEN_MAX};
 use remanent_format::segment::SegmentHeader;
 use remanent_format::state::survey::Survey;
 use remanent_format::store::{StoreFile, StoreHeaderRaw};
-use remanent_format::{FileName, Folder, Incarnation, LogPoint, Lsn, ReadAt, StoreId};
+use remanent_format::{FileName, Folder, Incarnation, LogPoint, Lsn, ReadAt, SnapshotId, StoreId};
 
 use self::files::{StoreFiles, invalid};
 use self::log::LogIndex;
 use self::record::ArchiveRecord;
 use crate::local::{FenceRecord, LocalStore, SealedFrames};
-use crate::object::{BatchPoint, Part, Role};
+use crate::object::{BatchPoint, KeptSnapshot, Part, Role};
 
 pub use named::NameChanges;
 pub use restore::RestoreTarget;
@@ -70,6 +70,8 @@ pub struct ArchivedDirectory {
     survey: Survey,
     random: u64,
     is_open: bool,
+    /// The named snapshots when the directory was read.
+    names_at_open: BTreeMap<SnapshotId, String>,
     log: LogIndex,
     record: RefCell<ArchiveRecord>,
     /// The frames of parts after a gap: the point before the first frame, and the offset of the part after it.
@@ -100,8 +102,20 @@ impl ArchivedDirectory {
         let survey = Survey::read_as(&files, store).map_err(invalid)?;
         let log = LogIndex::read(&survey, &files)?;
         let random = random_number()?;
-        let (is_open, frame_parts) = (false, HashMap::new());
-        Ok(Self { files, store_file, survey, random, is_open, log, record, frame_parts, _lock: lock })
+        let names_at_open =
+            survey.readable().filter_map(|link| Some((link.snapshot, link.name.clone()?))).collect();
+        Ok(Self {
+            files,
+            store_file,
+            survey,
+            random,
+            is_open: false,
+            names_at_open,
+            log,
+            record,
+            frame_parts: HashMap::new(),
+            _lock: lock,
+        })
     }
 
     /// States that this process has the store open, and archives it meanwhile.
@@ -176,6 +190,11 @@ impl LocalStore for ArchivedDirectory {
 
     fn is_open(&self) -> bool {
         self.is_open
+    }
+
+    fn knows_name(&self, kept: &KeptSnapshot) -> bool {
+        self.record.borrow().named.contains(&kept.snapshot)
+            || self.names_at_open.get(&kept.snapshot) == Some(&kept.name)
     }
 
     fn newest(&self) -> BatchPoint {

@@ -54,8 +54,8 @@ impl ArchivedDirectory {
         self.name_changes_of(catalog, is_complete, |kept| named.contains(&kept.snapshot))
     }
 
-    /// Compares the named snapshots that the directory has with those that the archive keeps. `is_complete` states that the
-    /// directory lost none. A snapshot that it lost, or may never have had, is not given up.
+    /// Compares the named snapshots that the directory has with those that the archive keeps. `is_complete` states
+    /// that the directory lost none. A snapshot that it lost, or may never have had, is not given up.
     #[must_use]
     pub fn name_changes_of(
         &self,

@@ -28,7 +28,8 @@ struct NamedManifest {
 impl RestoredState<'_> {
     /// Completes the restore. STORE gets its name last: until then, the engine refuses the directory.
     ///
-    /// 1. Complete the segments, and write an opening that lists the restored snapshots, and the empty segment after it.
+    /// 1. Complete the segments, and write an opening that lists the restored snapshots, and the empty segment after
+    ///    it.
     /// 2. Sync all files and folders, and read everything back from the medium.
     /// 3. Record the last batch and the named snapshots, so that the archive can be continued.
     /// 4. Publish STORE.
@@ -77,8 +78,8 @@ impl RestoredState<'_> {
         Ok(found)
     }
 
-    /// Adds the openings that replay from the named snapshots needs. A snapshot may begin at the start of an incarnation
-    /// without batches, after the last frame or before the first one.
+    /// Adds the openings that replay from the named snapshots needs. A snapshot may begin at the start of an
+    /// incarnation without batches, after the last frame or before the first one.
     fn cover_starts(&mut self, named: &[NamedManifest]) -> io::Result<()> {
         let start = self.start.unwrap_or_default();
         for NamedManifest { redo, .. } in named.iter().filter(|named| named.redo.lsn >= start.lsn) {
@@ -181,8 +182,8 @@ impl RestoredState<'_> {
         Ok([number, number + 1])
     }
 
-    /// Returns the snapshots that the opening lists as verified. Seals of the archived log list snapshots that the archive
-    /// never contained.
+    /// Returns the snapshots that the opening lists as verified. Seals of the archived log list snapshots that the
+    /// archive never contained.
     fn verified(&self, store: &StoreFile, named: &[NamedManifest]) -> io::Result<Vec<VerifiedSnapshot>> {
         let start = self.manifest.as_ref().map(|manifest| manifest.redo.lsn);
         let mut verified: Vec<VerifiedSnapshot> = Vec::new();

@@ -1,5 +1,5 @@
-//! The file ARCHIVE: the fences that a directory created, the last batches that it archived, and the named snapshots that it
-//! and the archive have in common, and the URL of the archive without which the store may not be opened.
+//! The file ARCHIVE: the fences that a directory created, the last batches that it archived, and the named snapshots
+//! that it and the archive have in common, and the URL of the archive without which the store may not be opened.
 //!
 //! The log may be recycled beyond the last archived batch. The file then still proves that the batch is in the history of
 //! the directory: it was under a synced durable mark when it was recorded, so that every later open keeps it.
@@ -84,7 +84,8 @@ pub(super) struct ArchiveRecord {
     pub fences: Vec<FenceRecord>,
     /// The last archived batch, and one that may be archived.
     pub batches: Vec<BatchPoint>,
-    /// The named snapshots that the directory and the archive had in common. One that the directory lacks now was given up.
+    /// The named snapshots that the directory and the archive had in common. One that the directory lacks now was
+    /// given up.
     pub named: Vec<SnapshotId>,
     /// The URL of the archive without which the store may not be opened for writing, or an empty text.
     pub url: String,

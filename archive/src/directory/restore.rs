@@ -40,8 +40,8 @@ impl RestoreTarget {
         Ok(Self { files: StoreFiles::new(path), url: None, _lock: lock })
     }
 
-    /// Sets the URL of the archive. If the archive follows an open store, the directory records the URL, and may then only
-    /// be opened with this archive (rule 25).
+    /// Sets the URL of the archive. If the archive follows an open store, the directory records the URL, and may then
+    /// only be opened with this archive (rule 25).
     #[must_use]
     pub fn url(self, url: impl Into<String>) -> Self {
         Self { url: Some(url.into()), ..self }

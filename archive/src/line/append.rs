@@ -47,8 +47,8 @@ pub struct SnapshotParts {
     pub follows_gap: bool,
 }
 
-/// A named snapshot to archive: its numbers, and the parts of all files that it needs. A named snapshot is exact, so that
-/// it needs no log.
+/// A named snapshot to archive: its numbers, and the parts of all files that it needs. A named snapshot is exact, so
+/// that it needs no log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedParts {
     /// Number of the snapshot.
@@ -155,8 +155,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(data)
     }
 
-    /// Returns the data object of a part, after uploading it unless it is archived or was uploaded ahead. `known` contains
-    /// the archived parts.
+    /// Returns the data object of a part, after uploading it unless it is archived or was uploaded ahead. `known`
+    /// contains the archived parts.
     async fn archive_part(
         &mut self,
         local: &dyn LocalStore,
@@ -177,8 +177,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         parts.iter().filter(is_missing).copied().collect()
     }
 
-    /// Uploads [missing](Line::missing_parts) parts for an object that is appended later, up to [`UPLOADS_MAX`] at a time.
-    /// Other objects may be appended in between.
+    /// Uploads [missing](Line::missing_parts) parts for an object that is appended later, up to [`UPLOADS_MAX`] at a
+    /// time. Other objects may be appended in between.
     ///
     /// # Errors
     /// Returns the errors of [`append_run`](Line::append_run).
@@ -308,14 +308,20 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
     }
 
+    /// Appends a catalog with some of the kept snapshots. If that fails, the next append completes it first.
+    pub(super) async fn record_catalog(&mut self, snapshots: Vec<KeptSnapshot>) -> Result<()> {
+        self.set_pending(Draft::Catalog { snapshots, new: None, data: Vec::new() });
+        self.settle(None).await.map(drop)
+    }
+
     /// Returns the named snapshots that the archive keeps, oldest first.
     #[must_use]
     pub fn catalog(&self) -> &[KeptSnapshot] {
         &self.view.catalog
     }
 
-    /// Returns the parts that objects at or above the newest boundary or the catalogs of kept snapshots list, with the data
-    /// objects that contain them (rule 11, [dedup]).
+    /// Returns the parts that objects at or above the newest boundary or the catalogs of kept snapshots list, with
+    /// the data objects that contain them (rule 11, [dedup]).
     fn archived_parts(&self) -> HashMap<Part, DataRef> {
         let lowest = if self.archive.rules.follow(Rule::Dedup) { self.view.start } else { 0 };
         let mut known = HashMap::new();

@@ -1,4 +1,5 @@
-//! Checking every object that a restore of the end and of the named snapshots needs, and going on after damage (rules 22 and 23).
+//! Checking every object that a restore of the end and of the named snapshots needs, and going on after damage (rules
+//! 22 and 23).
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
@@ -44,10 +45,10 @@ pub struct Audited {
     pub archived: BatchPoint,
 }
 
-/// Reads every object that a restore of the end needs, and compares all checksums: the copies of boundaries by which the
-/// newest one is found, the line from there to its end, the data objects of the newest manifest and of later runs, and the
-/// catalogs and data objects of the named snapshots that are kept.
-/// Continues after damage, so that the result lists all of it.
+/// Reads every object that a restore of the end needs, and compares all checksums: the copies of boundaries by which
+/// the newest one is found, the line from there to its end, the data objects of the newest manifest and of later
+/// runs, and the catalogs and data objects of the named snapshots that are kept. Continues after damage, so that the
+/// result lists all of it.
 ///
 /// Of the data objects, the share `share` is read: each is chosen at random. Values of at least 1 choose all.
 ///

@@ -118,8 +118,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         self.view.manifest.map(|(position, _)| position)
     }
 
-    /// Appends a boundary at the start of the newest manifest, and deletes the objects below the boundary before it. The
-    /// named snapshots of the newest catalog are kept. A process without a fence may call this, too, after
+    /// Appends a boundary at the start of the newest manifest, and deletes the objects below the boundary before it.
+    /// The named snapshots of the newest catalog are kept. A process without a fence may call this, too, after
     /// [`find`](Line::find).
     ///
     /// # Errors
@@ -330,8 +330,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     /// Deletes line objects below `start` except the catalogs of `kept`, and data that no object from `start` on and no
     /// such catalog lists. `before` is the start of the boundary that earlier sweeps carried out.
     ///
-    /// The caller has read the line from `start` to a boundary above it. Later objects list only data that these objects
-    /// list, or data with new keys (rules 11 and 12).
+    /// The caller has read the line from `start` to a boundary above it. Later objects list only data that these
+    /// objects list, or data with new keys (rules 11 and 12).
     async fn sweep(&mut self, start: u64, before: u64, kept: &[KeptSnapshot]) -> Result<Swept> {
         // [names] Named snapshots stay (rule 17).
         let kept = if self.archive.rules.follow(Rule::Names) { kept } else { &[] };
@@ -355,9 +355,10 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(swept)
     }
 
-    /// Returns data objects that no object from `start` on and no catalog of `kept` lists, sorted. Returns `None` if there
-    /// is no object at `start`, or if a catalog of `kept` is missing: then nothing may be deleted, because newer objects
-    /// may share its data. Objects at the positions `left`, which were kept so far, may be missing.
+    /// Returns data objects that no object from `start` on and no catalog of `kept` lists, sorted. Returns `None` if
+    /// there is no object at `start`, or if a catalog of `kept` is missing or damaged: then nothing may be deleted,
+    /// because newer objects may share its data. Objects at the positions `left`, which were kept so far, may be
+    /// missing.
     async fn dead_data(
         &self,
         start: u64,
@@ -367,7 +368,11 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         let Some(first) = self.get_line(start).await? else { return Ok(None) };
         let mut keys: HashSet<DataKey> = self.view.kept_lists(start, &[]).map(|entry| entry.key).collect();
         for kept in kept.iter().filter(|kept| kept.position < start) {
-            let Some(listed) = self.kept_list(kept).await? else { return Ok(None) };
+            let listed = match self.kept_list(kept).await {
+                Ok(Some(listed)) => listed,
+                Ok(None) | Err(Error::Damaged { .. }) => return Ok(None),
+                Err(error) => return Err(error),
+            };
             keys.extend(listed.iter().map(|entry| entry.key));
         }
         let kept = keys;
@@ -380,7 +385,12 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             position = object.links.listing;
         }
         for position in left {
-            let listed = self.get_line(*position).await?.map_or_else(Vec::new, |object| object.data);
+            let listed = match self.get_line(*position).await {
+                Ok(found) => found.map_or_else(Vec::new, |object| object.data),
+                // In a hole, a stalled opener of another store may have created an object.
+                Err(Error::Damaged { .. }) => Vec::new(),
+                Err(error) => return Err(error),
+            };
             dead.extend(listed.iter().map(|entry| entry.key).filter(|key| !kept.contains(key)));
         }
         dead.extend(self.unlisted(&kept).await?);

@@ -1,6 +1,5 @@
 //! Continuing the line at an earlier point (rule 8).
 
-use super::append::Draft;
 use super::fence::Takeover;
 use super::{Line, Nonces};
 use crate::bucket::Bucket;
@@ -36,9 +35,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         let kept = self.view.catalog.len();
         self.fence_at(local, Takeover::Refused, Some(point)).await?;
         if self.view.catalog.len() < kept {
-            let snapshots = self.view.catalog.clone();
-            self.set_pending(Draft::Catalog { snapshots, new: None, data: Vec::new() });
-            self.settle(None).await?;
+            self.record_catalog(self.view.catalog.clone()).await?;
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use super::{Line, Nonces, Writer};
 use crate::bucket::Bucket;
 use crate::error::{Divergence, Error, Result};
 use crate::local::{FenceRecord, LocalStore};
-use crate::object::{BatchPoint, Content, Fence, LineObject, Nonce, ObjectKey, predecessor};
+use crate::object::{BatchPoint, Content, Fence, KeptSnapshot, LineObject, Nonce, ObjectKey, predecessor};
 use crate::rules::Rule;
 
 /// Number of recorded fences beyond which the oldest one of unknown outcome is forgotten.
@@ -28,10 +28,18 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     ///
     /// # Errors
     /// Returns the errors of [`check_lineage`](Line::check_lineage) with nothing changed, [`Error::Superseded`] if
-    /// another writer was faster, and [`Error::Unknown`] if the bucket cannot be reached any more.
+    /// another writer was faster, and [`Error::Unknown`] if the bucket cannot be reached any more. If a term began
+    /// nevertheless, the next append completes what is left.
     pub async fn fence<L: LocalStore>(&mut self, local: &mut L, takeover: Takeover) -> Result<()> {
         self.check_lineage(local, takeover)?;
-        self.fence_at(local, takeover, None).await
+        self.fence_at(local, takeover, None).await?;
+        let known: Vec<KeptSnapshot> =
+            self.view.catalog.iter().filter(|kept| local.knows_name(kept)).cloned().collect();
+        if known.len() == self.view.catalog.len() || !self.archive.rules.follow(Rule::Fence) {
+            return Ok(());
+        }
+        // The takeover gives up these names before the directory can use the numbers of their files again.
+        self.record_catalog(known).await
     }
 
     /// Creates the fence of a directory whose lineage was checked. `cut` is the last batch that the line keeps (rule 8).
@@ -165,6 +173,10 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             // Without fences there is nothing to know: a test then relies on the batches alone.
             if !is_known && takeover == Takeover::Refused && self.archive.rules.follow(Rule::Fence) {
                 return Err(diverged(Divergence::UnknownFence));
+            }
+            let is_complete = self.view.catalog.iter().all(|kept| local.knows_name(kept));
+            if !is_complete && takeover == Takeover::Refused {
+                return Err(diverged(Divergence::UnknownName));
             }
             if archived.lsn.0 > 0
                 && local.chain_of(archived.incarnation, archived.lsn)? != Some(archived.chain)

@@ -198,8 +198,11 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             position = object.links.listing;
         }
         for kept in self.view.catalog.clone() {
-            if let Some(listed) = self.kept_list(&kept).await? {
-                self.view.listings.insert(kept.position, listed);
+            // A missing or damaged catalog keeps no writer from opening.
+            match self.kept_list(&kept).await {
+                Ok(Some(listed)) => _ = self.view.listings.insert(kept.position, listed),
+                Ok(None) | Err(Error::Damaged { .. }) => {}
+                Err(error) => return Err(error),
             }
         }
         Ok(())

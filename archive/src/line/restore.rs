@@ -16,8 +16,8 @@ use crate::object::{
 /// A receiver of a state: a restore, or a view. After an error it discards the received parts and starts again.
 ///
 /// The calls come in this order: the newest fence below the first object that is read; the manifest with its parts if
-/// there is one; then frames, parts of the files that the frames name, fences and truncations in the order of the line; and
-/// then the named snapshots, newest first, each after those of its parts that were not received yet.
+/// there is one; then frames, parts of the files that the frames name, fences and truncations in the order of the
+/// line; and then the named snapshots, newest first, each after those of its parts that were not received yet.
 pub trait StateSink {
     /// Receives the manifest from which the restore starts.
     ///
@@ -50,8 +50,8 @@ pub trait StateSink {
     /// Returns the error of the disk.
     fn truncate(&mut self, lsn: Lsn) -> io::Result<()>;
 
-    /// Receives a part of a file of a named snapshot. A file only grows, so that no bytes that were received are replaced by
-    /// older ones.
+    /// Receives a part of a file of a named snapshot. A file only grows, so that no bytes that were received are
+    /// replaced by older ones.
     ///
     /// # Errors
     /// Returns the error of the disk.
@@ -99,7 +99,8 @@ struct Reading {
     /// Position of the manifest, and the files of which it lists parts. Runs below it contain older parts of them.
     manifest: u64,
     files: HashSet<(Role, u64)>,
-    /// The data object that was received for each part of a file, by role, file and offset, and the position that listed it.
+    /// The data object that was received for each part of a file, by role, file and offset, and the position that
+    /// listed it.
     received: HashMap<(Role, u64, u64), (u64, DataKey)>,
 }
 
@@ -217,8 +218,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(RestoredEnd { store, batch, incarnation, fence, named, follows_open_store })
     }
 
-    /// Reads the named snapshots that contain no batch above `at`. `kept_from` is the start of the boundary that keeps them.
-    /// Returns their number.
+    /// Reads the named snapshots that contain no batch above `at`. `kept_from` is the start of the boundary that
+    /// keeps them. Returns their number.
     async fn read_named<S: StateSink>(
         &mut self,
         at: Option<Lsn>,

@@ -52,7 +52,8 @@ impl Status {
         (self.end + 1).saturating_sub(first)
     }
 
-    /// Returns the number of objects that were appended after the newest manifest: runs, fences, boundaries and catalogs.
+    /// Returns the number of objects that were appended after the newest manifest: runs, fences, boundaries and
+    /// catalogs.
     #[must_use]
     pub fn after_manifest(&self) -> u64 {
         self.end - self.manifest.as_ref().map_or(self.start - 1, |newest| newest.position)

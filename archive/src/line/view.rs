@@ -117,7 +117,8 @@ impl View {
         }
     }
 
-    /// Returns the lists of data objects that a boundary at `start` keeps, apart from those of `kept` that are not known.
+    /// Returns the lists of data objects that a boundary at `start` keeps, apart from those of `kept` that are not
+    /// known.
     pub fn kept_lists<'a>(
         &'a self,
         start: u64,

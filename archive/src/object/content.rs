@@ -124,8 +124,8 @@ pub struct Fence {
     pub openings: Vec<SegmentHeader>,
     /// The last batch that the line keeps, if the fence cuts it (rule 8).
     pub cut: Option<BatchPoint>,
-    /// Whether the writer archives the store while it is open, not after it was closed. A claim repeats this of the fence
-    /// before it.
+    /// Whether the writer archives the store while it is open, not after it was closed. A claim repeats this of the
+    /// fence before it.
     pub follows_open_store: bool,
 }
 
@@ -156,8 +156,8 @@ pub struct Manifest {
     pub follows_gap: bool,
 }
 
-/// The content of a boundary: objects below `start` may be deleted, except the catalogs at the positions of kept snapshots
-/// and the data that those list.
+/// The content of a boundary: objects below `start` may be deleted, except the catalogs at the positions of kept
+/// snapshots and the data that those list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Boundary {
     /// Number of the boundary, from 1.
@@ -172,8 +172,8 @@ pub struct Boundary {
     pub snapshots: Vec<KeptSnapshot>,
 }
 
-/// The content of a catalog: all named snapshots that the archive keeps from here on, oldest first. If the last one is at
-/// the catalog's own position, the object lists the files of that snapshot.
+/// The content of a catalog: all named snapshots that the archive keeps from here on, oldest first. If the last one
+/// is at the catalog's own position, the object lists the files of that snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Catalog {
     /// The snapshots.

@@ -9,7 +9,7 @@ use remanent_format::{Incarnation, Lsn, StoreId};
 use super::store::SimStore;
 use super::world::SharedWorld;
 use crate::local::{FenceRecord, LocalStore, SealedFrames};
-use crate::object::{BatchPoint, Part};
+use crate::object::{BatchPoint, KeptSnapshot, Part};
 use crate::rules::{Rule, Rules};
 
 /// A process's access to the directory of its machine.
@@ -47,6 +47,10 @@ impl LocalStore for SimStoreHandle {
 
     fn random(&self) -> u64 {
         self.with(|store| store.incarnation().random.into())
+    }
+
+    fn knows_name(&self, kept: &KeptSnapshot) -> bool {
+        self.with(|store| store.known_names.contains(&kept.name))
     }
 
     fn newest(&self) -> BatchPoint {

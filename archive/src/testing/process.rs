@@ -9,6 +9,7 @@ use super::world::SharedWorld;
 use crate::error::Error;
 use crate::line::{Appended, Archive, Line, NamedParts, RestoredEnd, SnapshotParts, Takeover, Verified};
 use crate::local::LocalStore;
+use crate::object::KeptSnapshot;
 use crate::rules::{Rule, Rules};
 
 /// Number of boundaries that may pass a reader before it gives up.
@@ -172,7 +173,14 @@ impl Process {
         line.find().await?;
         self.open_directory(&mut line).await?;
         let mut local = self.local();
+        if self.takeover == Takeover::Permitted {
+            let known = local.with(|store| store.known_names.clone());
+            self.world.borrow_mut().takes_over.insert(self.bucket.process, known);
+        }
         line.fence(&mut local, self.takeover).await.map_err(|error| self.refused(error))?;
+        self.world.borrow_mut().takes_over.remove(&self.bucket.process);
+        let newest = line.catalog().last().map_or(SnapshotId(0), |kept| kept.snapshot);
+        local.with(|store| store.skip_number(newest));
         if !self.rules.follow(Rule::Fence) {
             self.world.borrow_mut().note_term(line.next(), self.bucket.process);
         }
@@ -342,6 +350,9 @@ impl Process {
     /// # Errors
     /// Returns a violation, or the reason why the writer stops.
     pub async fn take_named(&self, line: &mut SimLine<'_>, local: &SimStoreHandle) -> Result<(), Stop> {
+        if local.with(|store| store.log.is_empty()) {
+            return Ok(()); // The model has no file for an empty state.
+        }
         let name = format!("name {}", self.world.borrow_mut().draw());
         let (named, tokens) =
             local.with(|store| (store.take_named(name.clone()), store.tokens(0, store.log.len())));
@@ -365,7 +376,10 @@ impl Process {
         let at = self.world.borrow_mut().rng.below(count);
         let named = local.with(|store| store.named.remove(at));
         self.world.borrow_mut().give_up_name(&named.name, false);
-        let removed = [named.snapshot];
+        // The archive may contain another snapshot with this number, if this one was never archived.
+        let is_same = |kept: &&KeptSnapshot| (kept.snapshot, &kept.name) == (named.snapshot, &named.name);
+        let removed: Vec<SnapshotId> =
+            line.catalog().iter().filter(is_same).map(|kept| kept.snapshot).collect();
         self.append_catalog(line, local, &removed, None).await?;
         if line.catalog().iter().all(|kept| kept.name != named.name) && !line.has_pending() {
             self.world.borrow_mut().give_up_name(&named.name, true);

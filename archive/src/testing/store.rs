@@ -1,6 +1,6 @@
 //! A directory of a store, as far as an archive sees it: a log with marks, openings, image files.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::rc::Rc;
 
@@ -100,6 +100,8 @@ pub struct SimStore {
     parts: HashMap<Part, Rc<[u8]>>,
     /// Named snapshots, oldest first.
     pub named: Vec<NamedParts>,
+    /// The names of all named snapshots that the directory ever had.
+    pub known_names: HashSet<String>,
     files: u64,
     snapshots: u64,
     pub(super) fences: Vec<FenceRecord>,
@@ -123,6 +125,7 @@ impl SimStore {
             images: Vec::new(),
             parts: HashMap::new(),
             named: Vec::new(),
+            known_names: HashSet::new(),
             files: 0,
             snapshots: 0,
             fences: Vec::new(),
@@ -142,6 +145,7 @@ impl SimStore {
         store.parts = state.parts;
         store.named = state.named;
         store.named.sort_by_key(|named| named.snapshot);
+        store.known_names = store.named.iter().map(|named| named.name.clone()).collect();
         store.files = files;
         let newest_named = store.named.last().map_or(0, |named| named.snapshot.0);
         store.snapshots = state.snapshot.max(newest_named);
@@ -263,8 +267,14 @@ impl SimStore {
         let parts = self.images.iter().map(ImageFile::part).collect();
         let named =
             NamedParts { snapshot: SnapshotId(self.snapshots), name, batch: self.point(count), parts };
+        self.known_names.insert(named.name.clone());
         self.named.push(named.clone());
         named
+    }
+
+    /// States that the archive contains a named snapshot with this number.
+    pub fn skip_number(&mut self, snapshot: SnapshotId) {
+        self.snapshots = self.snapshots.max(snapshot.0);
     }
 }
 

@@ -62,6 +62,8 @@ pub struct World {
     longest: Vec<Token>,
     /// The named snapshots that were taken.
     named: BTreeMap<String, Named>,
+    /// The processes that begin a takeover, with the names that their directories know.
+    pub takes_over: HashMap<ProcessId, HashSet<String>>,
     drawn: u64,
 }
 
@@ -96,6 +98,7 @@ impl World {
             terms: BTreeMap::new(),
             longest: Vec::new(),
             named: BTreeMap::new(),
+            takes_over: HashMap::new(),
             drawn: 0,
         }
     }
@@ -146,6 +149,13 @@ impl World {
         let ObjectKey::Line(position) = key else { return };
         let Entry::Vacant(first) = self.creators.entry(position) else { return };
         first.insert(process);
+        if header.kind == Kind::Catalog
+            && let Some(known) = self.takes_over.get(&process)
+        {
+            // The catalog with which a takeover begins gives up names that the directory never had.
+            let unknown = self.named.iter_mut().filter(|(name, _)| !known.contains(*name));
+            unknown.for_each(|(_, named)| named.is_given_up = true);
+        }
         if header.kind == Kind::Fence {
             self.terms.insert(position, process);
         }

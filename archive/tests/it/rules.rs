@@ -37,7 +37,7 @@ const TABLE: &[(Rule, Detection)] = &[
     (Rule::BFirst, Detection::Campaign(100)),
     (Rule::Chain, Detection::Campaign(100)),
     (Rule::BComp, Detection::WithoutLag(500)),
-    (Rule::Check, Detection::Campaign(1000)),
+    (Rule::Check, Detection::Campaign(4000)),
     (Rule::Redo, Detection::WithoutLag(100)),
     (Rule::Names, Detection::Campaign(500)),
     (Rule::Lag, Detection::Schedule(schedules::reader_meets_one_boundary)),

@@ -296,7 +296,10 @@ impl Life {
     /// Gives up a name.
     pub fn give_up(&mut self, store: &Store, name: &str) {
         store.prune(&store.retention().give_up(name)).unwrap();
-        self.names.remove(name);
+        // The newest snapshot stays, with its name.
+        if store.snapshots().iter().all(|info| info.name.as_deref() != Some(name)) {
+            self.names.remove(name);
+        }
     }
 
     /// Asserts that an archive has this store's names, with their states.

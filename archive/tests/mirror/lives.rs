@@ -20,7 +20,7 @@ fn live(seed: u64) -> u64 {
         }
         let names: Vec<String> = life.names.keys().cloned().collect();
         if names.len() > 1 && life.rng.chance(0.4) {
-            let name = life.rng.choice(&names);
+            let name = names[life.rng.below(names.len())].clone();
             life.give_up(&store, &name);
         }
         let is_crash = life.rng.chance(0.4);

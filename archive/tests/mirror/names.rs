@@ -65,6 +65,7 @@ fn name_that_is_used_again_is_that_of_the_newer_snapshot() {
     for _ in 0..3 {
         let store = life.work(4);
         if !life.names.is_empty() {
+            store.snapshot().unwrap();
             life.give_up(&store, "best");
         }
         life.name(&store, "best");
@@ -139,9 +140,10 @@ fn names_in_incarnations_without_batches_are_restored() {
     }
 }
 
-/// A directory that lacks a named snapshot of the archive, because it is an older copy, does not give it up.
+/// An older copy of a directory lacks a named snapshot of the archive. A takeover gives it up, because the copy uses
+/// the numbers of its files again.
 #[test]
-fn unknown_names_of_archive_are_not_given_up() {
+fn takeover_gives_up_unknown_names() {
     let bed = Bed::new(25);
     let mut life = Life::new(25);
     let store = life.work(4);
@@ -156,12 +158,15 @@ fn unknown_names_of_archive_are_not_given_up() {
     life.name(&store, "unknown");
     store.close().unwrap();
     bed.push(&life.path).unwrap();
+    assert_eq!(listed(&bed), ["known", "unknown"]);
 
     let store = copy.work(0);
-    copy.give_up(&store, "known");
+    copy.name(&store, "of the copy");
     store.close().unwrap();
+    let error = bed.push(&copy.path).unwrap_err();
+    assert!(matches!(error, remanent_archive::Error::Diverged { .. }), "{error}");
     bed.push_taking_over(&copy.path).unwrap();
-    assert_eq!(listed(&bed), ["unknown"]);
+    copy.check_names(&bed.restored().1, "after the takeover");
 }
 
 /// The catalog of a kept snapshot is missing: nothing is deleted, and an audit reports it.

@@ -41,8 +41,8 @@ pub fn restore(dir: &Path, url: &str, is_json: bool, out: &mut Output) -> Outcom
     Ok(Ending::Fine)
 }
 
-/// Makes a store with an id of its own, whose history begins at the state `at` of the archive at `url`. The archive is not
-/// changed.
+/// Makes a store with an id of its own, whose history begins at the state `at` of the archive at `url`. The archive
+/// is not changed.
 pub fn restore_at(dir: &Path, url: &str, at: &StatePoint, is_json: bool, out: &mut Output) -> Outcome {
     let bucket = WatchedBucket::open(url)?;
     let failed = |error| local_failure(Some(dir), &error);

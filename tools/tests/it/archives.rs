@@ -168,6 +168,51 @@ fn pushed_store_is_restored_and_continues() {
     run(&["archive", "push", &fork, &format!("file://{other}")]).expect(0);
 }
 
+/// Named snapshots are pushed, listed, kept below boundaries and restored. An earlier state becomes a store of its own.
+#[test]
+fn named_snapshots_are_pushed_and_restored() {
+    let bed = Bed::new();
+    bed.weights.import(&version(1), &[]);
+    run(&["snapshot", &bed.store(), "--name", "before-tuning"]).expect(0);
+    let pushed = bed.push().expect(0).json().remove(0);
+    assert_eq!(pushed["named"], 1, "{pushed}");
+    for seed in 2..6 {
+        bed.push_version(seed, true);
+    }
+    bed.push_version(6, false);
+    let status = run(&["archive", "status", &bed.url, "--json"]).expect(0).json().remove(0);
+    let named = &status["named"][0];
+    assert_eq!((&named["name"], &named["lsn"]), (&"before-tuning".into(), &1.into()), "{status}");
+    let text = run(&["archive", "status", &bed.url]).expect(0).out;
+    assert!(text.contains("named      before-tuning: snapshot 1, lsn 1, "), "{text}");
+    run(&["archive", "verify", &bed.url]).expect(0);
+
+    let before = files(&bed.folder());
+    for (at, seed) in [("name:before-tuning", 1), ("before-tuning", 1), ("lsn:5", 5), ("lsn:6", 6)] {
+        let copy = bed.weights.scratch.path(&format!("copy-{seed}-{}", at.len()));
+        run(&["restore", "--from", &bed.url, "--at", at, &copy]).expect(0);
+        assert!(exported(&copy) == version(seed), "{at}");
+        run(&["verify", &copy]).expect(0);
+    }
+    let gone = bed.weights.scratch.path("gone");
+    for at in ["lsn:3", "lsn:7", "name:other"] {
+        run(&["restore", "--from", &bed.url, "--at", at, &gone]).expect(2);
+        assert!(!Path::new(&gone).exists(), "{at}");
+    }
+    assert!(files(&bed.folder()) == before, "a restore of an earlier state changed the archive");
+
+    let restored = bed.restore("restored");
+    assert!(exported(&restored) == version(6));
+    run(&["verify", &restored]).expect(0);
+    run(&["restore", &restored, "--at", "before-tuning"]).expect(0);
+    assert!(exported(&restored) == version(1));
+    // The name is given up there, and then in the archive.
+    run(&["prune", &restored, "--snapshots", "1", "--name", "before-tuning", "--yes"]).expect(0);
+    run(&["archive", "push", &restored, &bed.url]).expect(0);
+    let status = run(&["archive", "status", &bed.url, "--json"]).expect(0).json().remove(0);
+    assert_eq!(status["named"], serde_json::json!([]), "{status}");
+}
+
 #[test]
 fn takeover_waives_an_unknown_fence() {
     let bed = Bed::new();
