@@ -608,21 +608,30 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     }
 }
 
+/// A future of [`join_all`], or its output.
+enum Joined<F: Future> {
+    Running(Pin<Box<F>>),
+    Complete(F::Output),
+}
+
 /// Polls futures together until all are complete. Returns their outputs in order.
 async fn join_all<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
-    let mut running: Vec<(Option<Pin<Box<F>>>, Option<F::Output>)> =
-        futures.map(|future| (Some(Box::pin(future)), None)).collect();
+    let mut joined: Vec<Joined<F>> = futures.map(|future| Joined::Running(Box::pin(future))).collect();
     poll_fn(|context| {
         let mut is_pending = false;
-        for slot in &mut running {
-            let Some(future) = &mut slot.0 else { continue };
+        for slot in &mut joined {
+            let Joined::Running(future) = slot else { continue };
             match future.as_mut().poll(context) {
-                Poll::Ready(output) => *slot = (None, Some(output)),
+                Poll::Ready(output) => *slot = Joined::Complete(output),
                 Poll::Pending => is_pending = true,
             }
         }
         if is_pending { Poll::Pending } else { Poll::Ready(()) }
     })
     .await;
-    running.into_iter().filter_map(|(_, output)| output).collect()
+    let outputs = joined.into_iter().map(|slot| match slot {
+        Joined::Complete(output) => output,
+        Joined::Running(_) => unreachable!("all futures are complete"),
+    });
+    outputs.collect()
 }
