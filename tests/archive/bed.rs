@@ -106,7 +106,7 @@ impl Bed {
         let names: Vec<String> = store.snapshots().into_iter().filter_map(|info| info.name).collect();
         store.close().unwrap();
         let names = names.into_iter().map(|name| {
-            let view = Store::open_at(&path, &StatePoint::Name(name.clone())).unwrap();
+            let view = Store::open_at(&path, StatePoint::Name(name.clone())).unwrap();
             (name, check_view(&view))
         });
         let names = names.collect();

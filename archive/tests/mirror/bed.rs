@@ -187,7 +187,7 @@ pub fn named_states(path: &Path) -> BTreeMap<String, State> {
 }
 
 fn state_at(path: &Path, name: &str) -> State {
-    let view = Store::open_at(path, &StatePoint::Name(name.to_owned())).unwrap();
+    let view = Store::open_at(path, StatePoint::Name(name.to_owned())).unwrap();
     let page = |info: PageInfo| {
         let mut bytes = vec![0; info.len as usize];
         view.read(info.page, 0, &mut bytes).unwrap();

@@ -3,8 +3,8 @@
 //!
 //! A worker process has the store open and executes commands. The test selects the commands at random, keeps
 //! a model of the expected content, and sometimes kills the worker during a command. After each step, it
-//! checks the size of the directory: bytes on disk ≤ 2 × (images named by kept snapshots and by the next one)
-//! + the kept log with the images that its batches wrote + a constant. Every few steps, and after each open,
+//! checks the size of the directory: bytes on disk ≤ 2 × (images named by kept snapshots and by the next one),
+//! plus the kept log with the images that its batches wrote, plus a constant. Every few steps, and after each open,
 //! it compares every byte.
 //!
 //! The commands depend on a seed, and the exact times of kills depend on the machine. A failure prints the
