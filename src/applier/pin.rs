@@ -108,6 +108,17 @@ impl<'s> Pin<'s> {
         MemoryDescriptor::of(self.store.device, self.memory, self.store.id, &self.info)
     }
 
+    /// Waits until every batch submitted before this call is applied to the page's memory.
+    ///
+    /// # Errors
+    /// `Poisoned`, `Forked`; a device error.
+    #[cfg(feature = "nixl")]
+    pub(crate) fn wait_applied(&self) -> Result<()> {
+        self.pinned.check()?;
+        let ready = self.store.applier.turn(|turn| Ok(turn.submit(Default::default())?.fence()))?;
+        self.store.device.wait(ready)
+    }
+
     /// Makes `stream` wait on the device for every batch submitted before this call, so that work enqueued on the
     /// stream after this call observes these batches. The host does not wait.
     ///

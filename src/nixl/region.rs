@@ -83,13 +83,19 @@ pub(super) mod sealed {
     pub trait Located {
         /// Returns the location of the bytes, which is constant for the lifetime of the value.
         fn location(&self) -> Result<Location>;
+
+        /// Waits until the memory contains what was written to it before this call.
+        fn settle(&self) -> Result<()> {
+            Ok(())
+        }
     }
 }
 
 /// Memory that an agent can register: a [`Lease`], a [`Pin`], [`DeviceBytes`], a [`HostBuffer`] or a [`FileRange`].
 ///
-/// Transfers only read leased and pinned pages, because the store would not log their writes. Transfers use no stream:
-/// complete the work of streams on [`DeviceBytes`] before a transfer starts.
+/// Transfers only read leased and pinned pages, because the store would not log their writes. A write of a pinned page
+/// to a peer sends every batch submitted before the write starts. Commit no batch to the page until it has ended.
+/// Transfers use no stream: complete the work of streams on [`DeviceBytes`] before a transfer starts.
 pub trait Memory: sealed::Located + Send + Sync {}
 
 impl<M: sealed::Located + Send + Sync> Memory for M {}
@@ -127,6 +133,10 @@ impl sealed::Located for Lease<'_> {
 impl sealed::Located for Pin<'_> {
     fn location(&self) -> Result<Location> {
         location_of_page(&self.descriptor()?)
+    }
+
+    fn settle(&self) -> Result<()> {
+        self.wait_applied()
     }
 }
 
@@ -323,6 +333,7 @@ pub(super) struct Registration<M: Memory> {
 pub(super) trait Registered: Send + Sync {
     fn agent(&self) -> &Arc<Endpoint>;
     fn location(&self) -> &Location;
+    fn settle(&self) -> Result<()>;
 }
 
 impl<M: Memory> Registered for Registration<M> {
@@ -333,11 +344,16 @@ impl<M: Memory> Registered for Registration<M> {
     fn location(&self) -> &Location {
         &self.location
     }
+
+    fn settle(&self) -> Result<()> {
+        self.memory.settle()
+    }
 }
 
 impl<M: Memory> Region<M> {
     pub(super) fn register(agent: &Arc<Endpoint>, memory: M) -> Result<Self> {
         let location = memory.location()?;
+        memory.settle()?;
         location.check(0, location.len)?;
         let list = list(agent, &location)?;
         let library = agent.library();

@@ -57,6 +57,9 @@ impl<'m> Transfer<'m> {
     ) -> Result<Self> {
         let raw_agent = agent.raw()?;
         let (local_kind, remote_kind) = check(agent, peer, operation, pairs)?;
+        if operation == Operation::Write {
+            pairs.iter().try_for_each(|(local, _)| local.region.settle())?;
+        }
         let library = agent.library();
         let failed = |fault| agent.failed(fault);
         let local = ranges(agent, local_kind, pairs.iter().map(|(local, _)| (local.address(), local.len)))?;

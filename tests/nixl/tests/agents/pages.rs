@@ -206,6 +206,7 @@ fn silent_server_is_given_up_and_its_late_bytes_harm_nothing() {
     let silent = failure(PageClient::connect(client_agent(), &metadata, ROOM));
     assert!(matches!(silent, NixlError::TimedOut { .. }), "{silent}");
 
+    assert_eq!(agent.notifications().unwrap(), [], "requests to a server are no notifications");
     let mut server = PageServer::new(agent, &store);
     std::thread::scope(|scope| {
         let connecting = scope.spawn(|| {
