@@ -39,7 +39,8 @@ pub struct FetchedPage {
 
 /// Fetches pages from a [`PageServer`](super::PageServer) of another process or host.
 ///
-/// One client may use an agent at a time. Each page arrives with its epoch and checksum. A page whose bytes do not match the checksum is fetched again.
+/// One client may use an agent at a time. Each page arrives with its epoch and checksum. A page whose bytes do not match
+/// the checksum is fetched again.
 ///
 /// ```no_run
 /// use remanent::PageId;
@@ -144,8 +145,8 @@ impl PageClient {
         self.fetch_named(&names, &mut each)
     }
 
-    /// Fetches pages in their state after one batch, and returns the Lsn of that batch. A page that changes meanwhile is
-    /// detected by its epoch and fetched again.
+    /// Fetches pages in their state after one batch, and returns the Lsn of that batch. A page that changes meanwhile
+    /// is detected by its epoch and fetched again.
     ///
     /// # Errors
     /// [`NixlError::Unsettled`] if the pages change faster than they are fetched; otherwise as

@@ -258,8 +258,8 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         // A forked child must not use the parent's agent in any way.
         let Ok(raw) = self.raw() else { return };
-        // SAFETY: no registration and no transfer of the agent is left, except those that were leaked, and the handle is
-        // not used again.
+        // SAFETY: no registration and no transfer of the agent is left, except those that were leaked, and the handle
+        // is not used again.
         if let Err(fault) = unsafe { self.library.destroy_agent(raw) } {
             let error = self.failed(fault);
             tracing::warn!(%error, "an agent was not destroyed");

@@ -23,8 +23,8 @@
 //!
 //! A [`PageServer`] sends pages of its store to [`PageClient`]s, which verify each page when it arrives.
 //!
-//! **Trust.** A peer that has an agent's metadata can access all memory that the agent has registered. Exchange metadata
-//! only with processes that are trusted like threads of this one.
+//! **Trust.** A peer that has an agent's metadata can access all memory that the agent has registered. Exchange
+//! metadata only with processes that are trusted like threads of this one.
 //!
 //! **The process.** The library reads its variables when it is loaded. Set these before the process starts:
 //!
@@ -33,11 +33,11 @@
 //! | `UCX_DEBUG_SIGNO=0` | UCX does not take SIGHUP over |
 //! | `UCX_MEM_EVENTS=n` | UCX does not replace `mmap` and related functions of the C library |
 //! | `NIXL_LOG_LEVEL=FATAL`, `UCX_LOG_LEVEL=fatal` | the library and UCX print only fatal errors |
-//! | `UCX_TLS=shm,tcp,self` | between processes of one host: shared memory, with TCP for notifications |
+//! | `UCX_TLS=shm,tcp,self,cuda` | between processes of one host: shared memory, TCP for notifications, and GPUs if any |
 //!
 //! `search` lists the places where the library may be, `library` loads it and looks up its functions, `endpoint`,
-//! `agent`, `region` and `transfer` contain the safe operations, `metadata` the metadata of an agent, and `wire` their encoding.
-//! `server` and `client` exchange pages by the messages in `message`.
+//! `agent`, `region` and `transfer` contain the safe operations, `metadata` the metadata of an agent, and `wire` their
+//! encoding. `server` and `client` exchange pages by the messages in `message`.
 
 mod agent;
 mod client;

@@ -223,8 +223,8 @@ impl HostBuffer {
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let _copying = self.0.copying.lock();
         let from = self.at(offset, out.len())?;
-        // SAFETY: the range is part of the allocation, and the slice belongs to the caller. If a peer writes at the same
-        // time, the copy contains some of its bytes.
+        // SAFETY: the range is part of the allocation, and the slice belongs to the caller. If a peer writes at the
+        // same time, the copy contains some of its bytes.
         unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len()) };
         Ok(())
     }
@@ -237,8 +237,8 @@ impl HostBuffer {
         let _copying = self.0.copying.lock();
         let from = self.at(offset, len)?;
         let spare = &mut out.spare_capacity_mut()[..len];
-        // SAFETY: the range is part of the allocation, and the spare room belongs to the caller. If a peer writes at the
-        // same time, the copy contains some of its bytes.
+        // SAFETY: the range is part of the allocation, and the spare room belongs to the caller. If a peer writes at
+        // the same time, the copy contains some of its bytes.
         unsafe { std::ptr::copy_nonoverlapping(from, spare.as_mut_ptr().cast(), len) };
         let filled = out.len() + len;
         // SAFETY: the bytes up to this length were filled.

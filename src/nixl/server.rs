@@ -23,8 +23,8 @@ const CHECKSUMS_MAX: usize = 1 << 16;
 
 /// Sends the pages of a store to [`PageClient`](super::PageClient)s of other processes and hosts.
 ///
-/// A client asks by a message, and the server writes the page to the client's memory: a server whose memory clients read
-/// could crash if one of them disappears. The server works only in calls of [`PageServer::serve`].
+/// A client asks by a message, and the server writes the page to the client's memory: a server whose memory clients
+/// read could crash if one of them disappears. The server works only in calls of [`PageServer::serve`].
 ///
 /// On the host, pages are sent from page memory under a lease. Pages of a GPU, pinned pages and pages on disk are first
 /// read to host memory.

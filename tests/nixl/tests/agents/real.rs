@@ -80,7 +80,7 @@ fn two_processes_transfer_pages_both_ways() {
     if folder().is_some() || !is_installed() {
         return;
     }
-    for tls in ["shm,tcp,self", "tcp,self"] {
+    for tls in ["shm,tcp,self,cuda", "tcp,self,cuda"] {
         let folder = tempfile::tempdir().unwrap();
         let owner = start("real::child_owns_pages", folder.path(), tls);
         let reader = start("real::child_receives_pages", folder.path(), tls);
@@ -142,7 +142,7 @@ fn two_processes_exchange_verified_pages() {
     if folder().is_some() || !is_installed() {
         return;
     }
-    for tls in ["shm,tcp,self", "tcp,self"] {
+    for tls in ["shm,tcp,self,cuda", "tcp,self,cuda"] {
         let folder = tempfile::tempdir().unwrap();
         let server = start("real::child_serves_pages", folder.path(), tls);
         let client = start("real::child_fetches_pages", folder.path(), tls);
@@ -157,7 +157,7 @@ fn killed_server_is_an_error_of_the_client() {
     if folder().is_some() || !is_installed() {
         return;
     }
-    for tls in ["shm,tcp,self", "tcp,self"] {
+    for tls in ["shm,tcp,self,cuda", "tcp,self,cuda"] {
         let folder = tempfile::tempdir().unwrap();
         let mut server = start("real::child_serves_pages", folder.path(), tls);
         let client = start("real::child_loses_its_server", folder.path(), tls);
