@@ -188,10 +188,9 @@ fn readers_without_locks_are_overtaken_or_correct() {
 /// A state is opened correctly or not at all from files that were read long before, while a writer recycles them.
 #[test]
 fn known_files_open_correct_states_of_a_changing_store() {
-    let disk = SimDisk::new();
-    for (at, overtaken_allowed) in
-        [(Arc::new(disk.clone()) as Arc<dyn Disk>, false), (unlockable(&disk), true)]
-    {
+    for overtaken_allowed in [false, true] {
+        let disk = SimDisk::new();
+        let at = if overtaken_allowed { unlockable(&disk) } else { Arc::new(disk.clone()) as Arc<dyn Disk> };
         let known: Mutex<Option<(usize, KeptStates)>> = Mutex::default();
         let look = || {
             let mut known = known.lock().unwrap();
