@@ -426,7 +426,7 @@ fn wrong_urls_and_directories_are_refused_without_changes() {
         (&["restore", "--from", &url, &store], "restore into an empty directory"),
         (&["restore", "--from", &url, &foreign], "contains notes.txt"),
         (&["restore", &new], "--at"),
-        (&["restore", "--from", &url, "--at", "lsn:1", &new], "--at"),
+        (&["restore", "--from", &url, "--at", "lsn:1", &new], "the archive is empty; check the URL"),
     ] {
         let refused = run(args).expect(2);
         assert!(refused.err.contains(word) && refused.out.is_empty(), "{args:?}: {}", refused.err);
