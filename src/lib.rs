@@ -381,6 +381,16 @@ impl Store {
     }
 }
 
+impl history::KeptStates {
+    /// Reads the manifests and the headers of the log's segments.
+    ///
+    /// # Errors
+    /// [`Error::NoStore`]; [`Error::Damaged`] if STORE is damaged or a folder cannot be listed; [`Error::OutOfMemory`].
+    pub fn read(directory: impl AsRef<Path>) -> Result<Self> {
+        Self::read_on(&(Arc::new(DirDisk::held(directory)) as Arc<dyn Disk>))
+    }
+}
+
 impl Options {
     /// Opens the store in `directory` with these options. [`Store::open`] uses the default options.
     ///

@@ -3,7 +3,6 @@
 //! This module contains the handle. [`crate::history::state`] finds the state and reads pages.
 
 use std::fmt;
-use std::path::Path;
 use std::sync::Arc;
 
 use remanent_format::{Lsn, Metadata, PageId, PageInfo, SnapshotId, StoreId};
@@ -11,7 +10,6 @@ use remanent_format::{Lsn, Metadata, PageId, PageInfo, SnapshotId, StoreId};
 use crate::base::process::Process;
 use crate::base::{huge_pages, parallel};
 use crate::disk::Disk;
-use crate::disk::dir::DirDisk;
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::{KnownFiles, PastState, check_is_store};
@@ -229,14 +227,6 @@ pub struct KeptStates {
 }
 
 impl KeptStates {
-    /// Reads the manifests and the headers of the log's segments.
-    ///
-    /// # Errors
-    /// [`Error::NoStore`]; [`Error::Damaged`] if STORE is damaged or a folder cannot be listed; [`Error::OutOfMemory`].
-    pub fn read(directory: impl AsRef<Path>) -> Result<Self> {
-        Self::read_on(&(Arc::new(DirDisk::held(directory)) as Arc<dyn Disk>))
-    }
-
     /// Reads the files on any disk, such as a simulated disk in a test.
     ///
     /// # Errors
