@@ -78,7 +78,7 @@ def covers(kind: type, calls: dict[str, Call], others: str) -> None:
 
 
 def test_closed_store_error_names_store(tmp_path: Path) -> None:
-    covers(remanent.Store, STORE, "closed close path commit submit prove_written_ahead")
+    covers(remanent.Store, STORE, "closed close path commit submit prove_written_ahead wait_archived")
     store = opened(tmp_path)
     batch, copy = store.batch(), store.working_copy("k", bytearray(4))
     ticket = store.submit(store.batch())
