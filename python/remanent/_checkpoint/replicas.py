@@ -241,7 +241,8 @@ def checksums_of(memory: Sequence[torch.Tensor]) -> list[int]:
             _synchronize(device)
             found = _native.gpu_checksums([memory[at] for at in places], device_name(device))
         else:
-            found = [zlib.crc32(memoryview(memory[at].cpu().numpy())) for at in places]
+            contents: list[Any] = [memory[at].cpu().numpy() for at in places]
+            found = [zlib.crc32(content) for content in contents]
         for at, checksum in zip(places, found, strict=True):
             sums[at] = checksum
     return sums
