@@ -72,7 +72,11 @@ impl Store {
         let _span = tracing::info_span!("open", directory = disk.label()).entered();
         let device = EngineDevice::new(device);
         let lock = lock_directory(&*disk, options.create)?;
-        if options.archive.is_none() {
+        #[cfg(feature = "archive")]
+        let has_archive = options.archive.is_some();
+        #[cfg(not(feature = "archive"))]
+        let has_archive = false;
+        if !has_archive {
             check_unarchived(&*disk)?;
         }
         // Refuses a directory that must not continue the archive before anything is changed.
