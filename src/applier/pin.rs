@@ -10,7 +10,7 @@ use remanent_format::{PageId, PageInfo, StoreId};
 use crate::applier::descriptor::MemoryDescriptor;
 use crate::applier::{Applier, Leases};
 use crate::base::process::ForkGuard;
-use crate::device::{EngineDevice, MemoryId, RawStream};
+use crate::device::{EngineDevice, Fence, MemoryId, RawStream};
 use crate::error::{Error, Result};
 
 /// A guarantee that a page keeps its address, as needed by a captured CUDA graph, or by a framework that holds pointers
@@ -114,9 +114,14 @@ impl<'s> Pin<'s> {
     /// `Poisoned`, `Forked`; a device error.
     #[cfg(feature = "nixl")]
     pub(crate) fn wait_applied(&self) -> Result<()> {
-        self.pinned.check()?;
-        let ready = self.store.applier.turn(|turn| Ok(turn.submit(Default::default())?.fence()))?;
+        let ready = self.batches_so_far()?;
         self.store.device.wait(ready)
+    }
+
+    /// Returns the fence that passes once every batch submitted before this call is applied.
+    fn batches_so_far(&self) -> Result<Fence> {
+        self.pinned.check()?;
+        self.store.applier.turn(|turn| Ok(turn.submit(Default::default())?.fence()))
     }
 
     /// Makes `stream` wait on the device for every batch submitted before this call, so that work enqueued on the
@@ -127,8 +132,7 @@ impl<'s> Pin<'s> {
     /// or if pages are in host memory; [`Error::Poisoned`] if the device has failed, now or in an earlier batch;
     /// [`Error::Forked`].
     pub fn on(&self, stream: RawStream) -> Result<&Self> {
-        self.pinned.check()?;
-        let ready = self.store.applier.turn(|turn| Ok(turn.submit(Default::default())?.fence()))?;
+        let ready = self.batches_so_far()?;
         self.store.leases.signal(stream, ready)?;
         Ok(self)
     }

@@ -6,7 +6,7 @@ use std::{fs, io};
 use remanent::error::FileName;
 use remanent::{StatePoint, Store};
 use remanent_archive::directory::RestoreTarget;
-use remanent_archive::line::{RestoredEnd, probe, status};
+use remanent_archive::line::{RestoredEnd, Status, probe, status};
 use remanent_archive::mirror;
 
 use super::watched_bucket::{WatchedBucket, local_failure};
@@ -22,17 +22,10 @@ use crate::read::writer_lock;
 pub fn restore(dir: &Path, url: &str, is_json: bool, out: &mut Output) -> Outcome {
     let bucket = WatchedBucket::open(url)?;
     let failed = |error| local_failure(Some(dir), &error);
-    // These errors name the directory.
-    let refused = |error: io::Error| local_failure(None, &error);
     // All that can be refused is refused before the archive is claimed, which ends the term of its writer.
-    RestoreTarget::check(dir).map_err(refused)?;
-    let found = bucket.run(Some(dir), status(bucket.archive()))?;
-    let data = found.manifest.as_ref().map_or((0, 0), |newest| (newest.data_objects, newest.data_bytes));
+    let found = checked_status(dir, &bucket)?;
     fs::create_dir_all(dir).map_err(failed)?;
-    check_space(dir, data.1)?;
-    let lock = writer_lock::acquire(dir)?;
-    let target = RestoreTarget::open(dir, lock).map_err(refused)?.url(url);
-    bucket.show_progress(progress::bar(found.line_objects() + data.0, "restoring objects"));
+    let target = target_of(dir, &bucket, &found)?.url(url);
     let end = bucket.run(Some(dir), async {
         probe(bucket.archive(), found.store).await?;
         mirror::restore(bucket.archive(), &target).await
@@ -46,10 +39,7 @@ pub fn restore(dir: &Path, url: &str, is_json: bool, out: &mut Output) -> Outcom
 pub fn restore_at(dir: &Path, url: &str, at: &StatePoint, is_json: bool, out: &mut Output) -> Outcome {
     let bucket = WatchedBucket::open(url)?;
     let failed = |error| local_failure(Some(dir), &error);
-    let refused = |error: io::Error| local_failure(None, &error);
-    RestoreTarget::check(dir).map_err(refused)?;
-    let found = bucket.run(Some(dir), status(bucket.archive()))?;
-    let data = found.manifest.as_ref().map_or((0, 0), |newest| (newest.data_objects, newest.data_bytes));
+    let found = checked_status(dir, &bucket)?;
     if dir.join(FileName::Archive.name()).exists() {
         let error = format!("{} contains an unfinished restore; use another directory", dir.display());
         return Err(Failure::Environment(error));
@@ -60,9 +50,7 @@ pub fn restore_at(dir: &Path, url: &str, at: &StatePoint, is_json: bool, out: &m
         fs::remove_dir_all(&copy).map_err(|error| local_failure(Some(&copy), &error))?;
     }
     fs::create_dir_all(&copy).map_err(failed)?;
-    check_space(&copy, data.1)?;
-    let target = RestoreTarget::open(&copy, writer_lock::acquire(&copy)?).map_err(refused)?;
-    bucket.show_progress(progress::bar(found.line_objects() + data.0, "restoring objects"));
+    let target = target_of(&copy, &bucket, &found)?;
     let lsn = if let StatePoint::Lsn(lsn) = at { Some(*lsn) } else { None };
     bucket.run(Some(dir), mirror::copy(bucket.archive(), &target, lsn))?;
     drop(target);
@@ -78,6 +66,27 @@ pub fn restore_at(dir: &Path, url: &str, at: &StatePoint, is_json: bool, out: &m
         ))?;
     }
     Ok(Ending::Fine)
+}
+
+/// Checks that a store can be restored into `dir`, and returns the status of the archive.
+fn checked_status(dir: &Path, bucket: &WatchedBucket) -> Result<Status, Failure> {
+    RestoreTarget::check(dir).map_err(names_directory)?;
+    bucket.run(Some(dir), status(bucket.archive()))
+}
+
+/// Locks the directory `dir`, which has enough space, as the target of a restore, and shows the progress.
+fn target_of(dir: &Path, bucket: &WatchedBucket, found: &Status) -> Result<RestoreTarget, Failure> {
+    let (objects, bytes) =
+        found.manifest.as_ref().map_or((0, 0), |newest| (newest.data_objects, newest.data_bytes));
+    check_space(dir, bytes)?;
+    let target = RestoreTarget::open(dir, writer_lock::acquire(dir)?).map_err(names_directory)?;
+    bucket.show_progress(progress::bar(found.line_objects() + objects, "restoring objects"));
+    Ok(target)
+}
+
+/// Returns the failure for an error that names the directory itself.
+fn names_directory(error: io::Error) -> Failure {
+    local_failure(None, &error)
 }
 
 /// Returns the path of the copy of an archive from which a store is made.
