@@ -182,6 +182,15 @@ def busy_save_is_refused_on_all_ranks_or_none(directory: Path) -> None:
         assert [version.step for version in run.versions()] == [1, 3]
 
 
+def damage_newest_images(store: Path) -> None:
+    """Changes the headers and the pages of a store's newest image file."""
+    newest = max((store / "pages").glob("*.pages"))
+    content = bytearray(newest.read_bytes())
+    for at in range(0, len(content), 64):
+        content[at] ^= 1
+    newest.write_bytes(content)
+
+
 def damage_on_one_rank_changes_no_rank(directory: Path) -> None:
     rank = dist.get_rank()
     training = Training()
@@ -193,12 +202,7 @@ def damage_on_one_rank_changes_no_rank(directory: Path) -> None:
         before = training.state()
         dist.barrier()
         if rank == 1:
-            newest = max((directory / "rank-1/pages").glob("*.pages"))
-            content = bytearray(newest.read_bytes())
-            # In the headers and in the pages.
-            for at in range(0, len(content), 64):
-                content[at] ^= 1
-            newest.write_bytes(content)
+            damage_newest_images(directory / "rank-1")
         dist.barrier()
         with raises(remanent.DamagedError, "rank 1: " if rank != 1 else ".pages|damaged"):
             run.restore()
@@ -811,11 +815,7 @@ def damaged_share_of_one_rank_changes_nothing(directory: Path) -> None:
     copies.step()
     now = copies.state()
     if dist.get_rank() == 1:
-        newest = max((directory / "rank-1/pages").glob("*.pages"))
-        content = bytearray(newest.read_bytes())
-        for at in range(0, len(content), 64):
-            content[at] ^= 1
-        newest.write_bytes(content)
+        damage_newest_images(directory / "rank-1")
     dist.barrier()
     with raises(remanent.DamagedError, "" if dist.get_rank() == 1 else "rank 1: "):
         copies.restored()

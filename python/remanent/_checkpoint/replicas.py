@@ -16,7 +16,7 @@ from remanent._checkpoint.ranks import TIMEOUT, Ranks
 from remanent._store import _native
 from remanent._store._native import Extent
 from remanent._store.errors import InvalidError, ReplicasDivergedError
-from remanent._tensors.conversion import bytes_of, device_name, is_cuda
+from remanent._tensors.conversion import bytes_of, device_name, in_groups, is_cuda
 from remanent._tensors.gpu_scratch import Scratch
 from remanent._util.progress import Bar
 from remanent._versions.history import Divergence
@@ -121,7 +121,9 @@ class Replicas:
         nbytes = sum(checksums[key][0] for key in keys)
         if nbytes < _BYTES_MIN or not self._has_fast_link(scratch.memory, nbytes):
             return set()
-        shares = [list(_rounds(share, checksums)) for share in _shares(keys, checksums, self._ranks.count)]
+        # The pages of each rank, in the groups that are loaded between two exchanges.
+        shares = [list(in_groups({key: checksums[key][0] for key in share}, _ROUND_LEN))
+                  for share in _shares(keys, checksums, self._ranks.count)]
         own: set[str] = set()
         failure: BaseException | None = None
         sent: deque[list[Any]] = deque()
@@ -294,20 +296,6 @@ def _shares(keys: Sequence[str], checksums: Mapping[str, tuple[int, int]], count
         shares[min((before + length // 2) * count // total, count - 1)].append(key)
         before += length
     return shares
-
-
-def _rounds(share: Sequence[str], checksums: Mapping[str, tuple[int, int]]) -> Iterator[list[str]]:
-    """Divides a share into the pages that are loaded between two exchanges."""
-    group: list[str] = []
-    held = 0
-    for key in share:
-        if group and held + checksums[key][0] > _ROUND_LEN:
-            yield group
-            group, held = [], 0
-        group.append(key)
-        held += checksums[key][0]
-    if group:
-        yield group
 
 
 def _wait(sent: list[Any]) -> None:

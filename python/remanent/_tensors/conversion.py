@@ -220,13 +220,16 @@ def load_pages(view: _native.View, pages: Mapping[str, Arrays],
 
 
 def together(lengths: Mapping[str, int], device: torch.device = torch.device("cpu")) -> Iterator[list[str]]:
-    """Yields groups of pages to read or verify with one call. A group has a limited number of bytes, or is a single
-    longer page."""
-    at_once = _TOGETHER_ON_GPU if is_cuda(device) else _TOGETHER
+    """Yields groups of pages to read or verify with one call."""
+    return in_groups(lengths, _TOGETHER_ON_GPU if is_cuda(device) else _TOGETHER)
+
+
+def in_groups(lengths: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Yields groups of consecutive pages. A group has at most `limit` bytes, or is a single longer page."""
     group: list[str] = []
     held = 0
     for key, length in lengths.items():
-        if group and held + length > at_once:
+        if group and held + length > limit:
             yield group
             group, held = [], 0
         group.append(key)
