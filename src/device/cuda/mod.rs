@@ -119,7 +119,7 @@ impl CudaDevice {
     /// use remanent::device::cuda::CudaDevice;
     /// use remanent::device::cuda::resource::{DriverMemory, LimitedMemory, Pool};
     /// use remanent::{Options, Store, disk::dir::DirDisk};
-    /// Allocates at most 8 GiB from the driver, including slack.
+    /// // Allocates at most 8 GiB from the driver, including slack.
     /// let memory = Pool::new(LimitedMemory::new(DriverMemory::of(0)?, 8 << 30));
     /// let device = CudaDevice::open_with(0, Arc::new(memory))?;
     /// let store = Store::open_on(Arc::new(DirDisk::new("mystore")), Arc::new(device), Options::new())?;
