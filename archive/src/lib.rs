@@ -1,55 +1,74 @@
-//! The protocol of an archive: a store that survives its machine.
+//! Archives a Remanent store in an object store, so that it survives the loss of its machine.
 //!
-//! An archive is a continuous copy of one store in an object store. This crate defines its objects, and the functions
-//! that create, find, read and delete them. An object store is a [`Bucket`](bucket::Bucket), the directory that is
-//! archived a [`LocalStore`](local::LocalStore). The functions are plain futures that need no runtime. The feature
-//! `object_store` adds `remote`, which reaches real object stores.
+//! An archive is a continuous copy of one store in an object store. This crate defines the objects of an archive, and
+//! the functions that create, find, read and delete them. [`Bucket`](bucket::Bucket) is the interface to an object
+//! store, and [`LocalStore`](local::LocalStore) the interface to the directory that is archived. The functions are
+//! futures that need no particular runtime. The feature `object_store` adds `remote`, which implements `Bucket` for
+//! real object stores.
 //!
-//! [`mirror::push`] archives the directory of a store that no process has open, and [`mirror::restore`] writes a directory
-//! that the engine opens and that continues the archive. The command `remanent archive` uses them. The engine archives an
-//! open store with the functions of `line`.
+//! [`mirror::push`] archives the directory of a store that is not open. [`mirror::restore`] writes a directory that the
+//! engine can open and that continues the archive. The command `remanent archive` uses both. The engine archives an
+//! open store with the functions of [`line`].
 //!
 //! # The line
 //!
 //! ```text
 //! line/<n>                     create-only, dense from 1: a fence, run, manifest or boundary
 //! bound/<k>                    create-only, dense from 1, never deleted: a copy of the k-th boundary of the line
-//! data/<term>-<random>-<i>     written once: parts of images, tables, manifests and long runs
-//! newest                       a hint: where the end was; may be missing, old or wrong
+//! data/<term>-<random>-<i>     created once: parts of images, tables, manifests and long runs
+//! newest                       a hint at the position of the end; may be missing, old or wrong
 //! ```
 //!
-//! A writer begins with a *fence*, whose position is its *term*. It appends *runs* of log frames and *manifests* of
-//! snapshots, each at the next position of the line. A *boundary* permits deleting what lies below it. Each position is
-//! taken by one create: a writer that finds a fence at its position was superseded.
+//! A writer first creates a *fence*, whose position is its *term*. Then it appends *runs* of log frames and *manifests*
+//! of snapshots, each at the next position of the line. A *boundary* permits deleting objects below its start. Each
+//! position is taken by a single create: a writer that finds another writer's fence at its position is superseded.
+//!
+//! Comments in the code cite the rules of this protocol by number, for example "rule 5". [`rules`] lists all rules.
+//!
+//! # Terms
+//!
+//! - **opening**: the segment header that starts an *incarnation*, the part of the log that one open of the store
+//!   writes. It names its *predecessor*, the last earlier batch that it continues. Batches above the predecessor are
+//!   dropped.
+//! - **mark**: a statement in a frame that the log was synced up to an earlier batch. A batch under a mark that is
+//!   itself synced is *proven*: every later open keeps it.
+//! - **redo** and **end** of a snapshot: the batches from which and up to which a restore of it replays the log.
+//! - **link**: a manifest file of the directory. A snapshot consists of a chain of links.
+//! - **catalog**: the line object that lists the *named snapshots* that the archive keeps.
+//! - **bound**: the copy of a boundary in `bound/`, by which the newest boundary is found.
+//! - **hole**: the positions that were deleted because of a boundary. A stalled process may create objects there again.
+//! - **sweep**: deleting the objects that a boundary has released.
+//! - **cut**: a fence that continues the line at an earlier batch.
+//! - **gap**: batches that were never archived, because the log that contained them was recycled first.
 //!
 //! # Promises
 //!
-//! - Every restore of the end of the line that begins after a batch was acknowledged as archived contains the batch,
+//! - Every restore of the end of the line that starts after a batch was acknowledged as archived contains the batch,
 //!   unless a user cuts the line.
-//! - A restore gives a state of the line. Two restores never disagree on a common prefix.
-//! - Nothing is acknowledged from a superseded writer after the fence of its successor.
+//! - A restore returns a state of the line. Two restores never disagree on a common prefix.
+//! - After its successor has created a fence, a superseded writer acknowledges no batch.
 //!
-//! They hold if creates and reads of one key are linearizable and objects are removed only by the archive. Nothing is
-//! assumed of listings and clocks. Requests may fail, be repeated, be delayed without bound, take effect after their
-//! sender died, or report an existing object without having written. `tests/campaign.rs` checks the promises in a
-//! simulation with these faults, and that each rule of the protocol is needed.
+//! These promises hold if creates and reads of one key are linearizable and if only the archive removes its objects.
+//! They do not depend on listings or clocks. A request may fail, be repeated, be delayed without limit, take effect
+//! after its sender died, or report that an object exists although nothing was written. `tests/it/campaign.rs` checks
+//! the promises in a simulation with these faults, and `tests/it/rules.rs` that each rule of [`rules::Rule`] is needed.
 //!
 //! # Map
 //!
-//! A folder or file imports only from those below it.
+//! A folder or file imports only from rows below its own.
 //!
 //! | folder | purpose |
 //! |---|---|
 //! | `testing/` | a simulated bucket and simulated machines; only with the feature `testing` |
-//! | `mirror.rs` | push of a directory, and restore into one |
-//! | `directory/` | the directory of a store on disk, read and written without the engine |
-//! | `line/` | the protocol: find, fence, append, prune, read |
-//! | `local.rs` | the interface to the directory that is archived |
-//! | `error.rs` | errors: what was found, and the remedy |
-//! | `remote/` | buckets in S3, Google Cloud Storage and Azure, and local folders; only with the feature `object_store` |
+//! | `mirror.rs` | archives the directory of a closed store, and restores one |
+//! | `directory/` | reads and writes the directory of a store without the engine |
+//! | `line/` | implements the protocol: find, fence, append, prune, read |
+//! | `local.rs` | the interface to the local directory that is archived |
+//! | `error.rs` | errors, with their remedies |
+//! | `remote/` | buckets in S3, Google Cloud Storage, Azure and local folders; only with the feature `object_store` |
 //! | `bucket.rs` | the interface to an object store |
-//! | `rules.rs` | the rules that a test can leave out |
-//! | `object/` | bytes and names of the objects |
+//! | `rules.rs` | the rules of the protocol, and those that a test can leave out |
+//! | `object/` | encoding and keys of the objects |
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "testing")]

@@ -1,4 +1,4 @@
-//! The directory that is archived, as the protocol sees it.
+//! The interface to the local directory that is archived.
 
 use std::io;
 
@@ -7,37 +7,37 @@ use remanent_format::{Incarnation, Lsn, StoreId};
 
 use crate::object::{BatchPoint, KeptSnapshot, Nonce, Part};
 
-/// A fence that a directory tried to create or created.
+/// The directory's record of a fence that it created or tried to create.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FenceRecord {
-    /// Position at which the directory tried to create the fence.
+    /// Position on the line at which the directory tried to create the fence.
     pub position: u64,
     /// Nonce of the fence.
     pub nonce: Nonce,
-    /// Whether the directory knows that its fence was created.
+    /// Whether the fence is known to have been created.
     pub is_confirmed: bool,
 }
 
-/// Frames of the log that may be archived (rule 7).
+/// Log frames that are ready to be archived (rule 7).
 ///
-/// The frames are contiguous, end with a batch, and lie under a durable mark that is itself synced, so that every later
-/// open of the directory keeps them. Only an implementation of [`LocalStore`] may create this value.
+/// The frames are contiguous and end with a batch. A durable mark after them, which is itself synced, proves them, so
+/// every later open of the directory keeps them. Only implementations of [`LocalStore`] may create this value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SealedFrames {
-    /// The batch before the first frame.
+    /// The last batch before the first frame.
     pub before: BatchPoint,
-    /// The last batch.
+    /// The last batch of the frames.
     pub after: BatchPoint,
-    /// The bytes of the frames.
+    /// The frames as they are in the log.
     pub bytes: Vec<u8>,
-    /// Parts of the image files and tables that the frames name (rule 9).
+    /// The parts of image files and tables that the frames name. They are uploaded before the run (rule 9).
     pub files: Vec<Part>,
 }
 
-/// A directory of a store with its history.
+/// A store directory and its history, as the archive protocol reads it.
 ///
-/// The line of a directory is the list of incarnations that count, each up to the predecessor that the next opening
-/// states.
+/// The history consists of incarnations: each open of the store for writing starts one, and its *opening* names the
+/// last earlier batch that it continues, the *predecessor*. Batches above the predecessor are not in the history.
 pub trait LocalStore {
     /// Returns the id of the store.
     fn store(&self) -> StoreId;
@@ -45,51 +45,53 @@ pub trait LocalStore {
     /// Returns the bytes of the STORE file.
     fn store_file(&self) -> Vec<u8>;
 
-    /// Returns the random number of this open. It becomes part of the keys of data objects.
+    /// Returns a random number that is drawn once for each open of the store. It is part of the keys of this writer's
+    /// data objects, so that two writers never use the same key.
     fn random(&self) -> u64;
 
-    /// Returns whether the store is archived while it is open. A restored directory must then not be opened without its
-    /// archive (rule 25).
+    /// Returns true if the store is archived while it is open. A directory restored from such an archive must not be
+    /// opened without the archive (rule 25).
     fn is_open(&self) -> bool {
         false
     }
 
-    /// Returns whether the directory has a named snapshot of the archive, or had it and gave its name up. An older
-    /// copy of the directory lacks newer ones, and may use the numbers of their files again.
+    /// Returns true if the directory contains the named snapshot `kept`, or contained it and its name was given up. An
+    /// older copy of the directory returns false for newer snapshots; it may reuse the numbers of their files.
     fn knows_name(&self, kept: &KeptSnapshot) -> bool;
 
     /// Returns the newest batch.
     fn newest(&self) -> BatchPoint;
 
-    /// Returns openings of the line, oldest first: at least all after the incarnation of the last archived batch, with the
-    /// opening that the current open has written or is about to write.
+    /// Returns the segment headers of openings in the history, oldest first. Contains at least every opening after the
+    /// incarnation of the last archived batch, including the opening that the current open wrote or is about to write.
     fn openings(&self) -> Vec<SegmentHeader>;
 
-    /// Returns the chain hash of the frame of a batch, or `None` if the directory does not know the batch. A directory knows
-    /// at least its last archived batch and every later one. Batches that an opening has dropped may be included.
+    /// Returns the chain hash of the frame of a batch, or `None` if the directory does not know the batch. A directory
+    /// knows at least its last archived batch and every later one. The result may include batches that a later opening
+    /// dropped.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of reading from the disk.
     fn chain_of(&self, incarnation: Incarnation, lsn: Lsn) -> io::Result<Option<u32>>;
 
     /// Returns the recorded fences.
     fn fences(&self) -> Vec<FenceRecord>;
 
-    /// Replaces the recorded fences. Returns after the records are durable.
+    /// Replaces the recorded fences. Returns after the new records are durable.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of writing to the disk.
     fn record_fences(&mut self, fences: &[FenceRecord]) -> io::Result<()>;
 
-    /// Returns the frames after `archived` that may be archived, or `None` if there are none.
+    /// Returns the frames after batch `archived` that are ready to be archived, or `None` if there are none.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of reading from the disk.
     fn sealed_frames(&self, archived: &BatchPoint) -> io::Result<Option<SealedFrames>>;
 
-    /// Returns the bytes of a part of a file. The caller holds the file (rule 13).
+    /// Returns the bytes of a part of a file. The caller keeps the file from being removed or reused (rule 13).
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of reading from the disk.
     fn read_part(&self, part: &Part) -> io::Result<Vec<u8>>;
 }

@@ -1,7 +1,7 @@
-//! Copying a directory to an archive, and back, without the engine.
+//! Archives and restores store directories without the engine.
 //!
-//! [`push`] archives a store that no process has open. [`restore`] writes a directory that the engine opens, and that
-//! continues the archive.
+//! [`push`] archives a store that is not open. [`restore`] writes a directory that the engine can open and that
+//! continues the archive. [`copy`] writes an earlier state.
 
 use std::collections::BTreeSet;
 
@@ -14,38 +14,38 @@ use crate::line::{Archive, Line, NamedParts, Nonces, Pruned, RestoredEnd, Snapsh
 use crate::local::{FenceRecord, LocalStore};
 use crate::object::{BatchPoint, KeptSnapshot, Part};
 
-/// Number of boundaries that may pass a restore before it gives up.
+/// Number of attempts to read a state. Each failed attempt was overtaken by a boundary.
 const READ_ATTEMPTS: u32 = 6;
 
 /// The result of a push.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Pushed {
-    /// The last archived batch.
+    /// The last archived batch, including those of earlier pushes.
     pub archived: BatchPoint,
     /// Position of the fence, or `None` if there was nothing to archive.
     pub term: Option<u64>,
-    /// Number of runs that were appended.
+    /// Number of appended runs.
     pub runs: u64,
-    /// The snapshot that was archived, or `None` if there was no new one.
+    /// The snapshot that was archived, or `None` if the archive already contains the newest one.
     pub snapshot: Option<SnapshotId>,
     /// Number of named snapshots that were archived.
     pub named: u64,
     /// Snapshots that were skipped because an image or a manifest is damaged.
     pub damaged: Vec<Damage>,
-    /// The boundary over the new snapshot, and what was deleted.
+    /// The boundary that was appended for the new snapshot, and the number of deleted objects.
     pub pruned: Pruned,
 }
 
-/// Archives the batches of a directory that are not archived yet, its newest snapshot and its named snapshots. A
-/// boundary is appended over the new snapshot, and the objects below the boundary before it are deleted.
+/// Archives the batches of `directory` that the archive lacks, the newest snapshot and the named snapshots. Then
+/// appends a boundary for the new snapshot, and deletes the objects that the previous boundary released.
 ///
-/// A push that failed or was interrupted is repeated by the next push.
+/// After a failed or interrupted push, call `push` again.
 ///
 /// # Errors
-/// Returns [`Error::Diverged`] if the archive does not end in the history of this directory, with nothing changed;
-/// [`Error::Superseded`] if another writer took over; [`Error::Local`] if the directory is damaged or the log after the
-/// last archived batch was recycled and there is no snapshot; and the errors of the bucket.
+/// Returns [`Error::Diverged`] if the end of the archive is not in the history of this directory, with nothing changed;
+/// [`Error::Superseded`] if another writer took over; [`Error::Local`] if the directory is damaged, or if the log after
+/// the last archived batch was recycled and there is no snapshot to continue with; and the errors of the bucket.
 pub async fn push<B: Bucket, N: Nonces>(
     archive: Archive<'_, B, N>,
     directory: &mut ArchivedDirectory,
@@ -65,7 +65,7 @@ pub async fn push<B: Bucket, N: Nonces>(
         pruned: Pruned::Nothing,
     };
     let snapshot = newest_snapshot(&line, directory, &mut damaged)?;
-    // A takeover gives up names that the directory never had.
+    // A takeover removes the named snapshots that the directory never had.
     let known: Vec<&KeptSnapshot> = line.catalog().iter().filter(|kept| directory.knows_name(kept)).collect();
     let (newest_named, has_unknown) =
         (known.last().map(|kept| kept.snapshot), known.len() < line.catalog().len());
@@ -88,13 +88,13 @@ pub async fn push<B: Bucket, N: Nonces>(
     Ok(pushed)
 }
 
-/// Named snapshots that the archive lacks, and those that the directory gave up.
+/// Named snapshots that the archive lacks, and those whose names were given up in the directory.
 struct Names {
     new: Vec<NamedParts>,
     given_up: Vec<SnapshotId>,
 }
 
-/// Returns the newest snapshot if the archive does not contain it.
+/// Returns the newest snapshot, or `None` if the archive already contains it.
 fn newest_snapshot<B: Bucket, N: Nonces>(
     line: &Line<'_, B, N>,
     directory: &mut ArchivedDirectory,
@@ -115,7 +115,7 @@ fn newest_snapshot<B: Bucket, N: Nonces>(
     Ok(snapshot)
 }
 
-/// Appends runs and a snapshot in the term of a fence.
+/// Appends runs, named snapshots and a snapshot after the fence was created.
 async fn append<B: Bucket, N: Nonces>(
     line: &mut Line<'_, B, N>,
     directory: &ArchivedDirectory,
@@ -145,22 +145,22 @@ async fn append<B: Bucket, N: Nonces>(
         line.append_manifest(directory, &snapshot).await?;
     }
     pushed.snapshot = Some(snapshot.snapshot);
-    // Rule 18: every part is read back before anything is deleted for it.
+    // Every part is read back before the boundary permits deletes (rule 18).
     if let Some(verified) = line.verify_manifest().await? {
         pushed.pruned = line.prune(verified).await?;
     }
     Ok(())
 }
 
-/// Restores the end of an archive and its named snapshots into a directory, which then continues the archive: every
-/// other directory of the store is refused from now on.
+/// Restores the end of an archive and its named snapshots into `target`. The restored directory continues the archive;
+/// from now on, every other directory of the store is rejected.
 ///
-/// A restore that failed or was interrupted leaves a directory that the engine refuses. The next restore begins again.
+/// After a failed or interrupted restore, the engine refuses to open the directory. Call `restore` again to start over.
 ///
 /// # Errors
-/// Returns [`Error::Empty`] if there is nothing to restore, [`Error::Damaged`] with the name of an object that is missing
-/// or invalid, [`Error::Overtaken`] if boundaries pass faster than the archive can be read, and the errors of the disk and
-/// of the bucket.
+/// Returns [`Error::Empty`] if the archive is empty, [`Error::Damaged`] with the key of an object that is missing or
+/// invalid, [`Error::Overtaken`] if the state was overtaken by boundaries in every attempt, and the errors of the disk
+/// and of the bucket.
 pub async fn restore<B: Bucket, N: Nonces>(
     archive: Archive<'_, B, N>,
     target: &RestoreTarget,
@@ -168,7 +168,7 @@ pub async fn restore<B: Bucket, N: Nonces>(
     let mut line = Line::new(archive);
     line.find().await?;
     let store = line.store().ok_or(Error::Empty)?;
-    // The nonce is durable before it is used (rule 5).
+    // The nonce is made durable before it is used (rule 5).
     let nonce = archive.nonces.draw();
     target.record_claim(store, FenceRecord { position: line.next(), nonce, is_confirmed: false })?;
     let claim = line.claim(nonce).await?;
@@ -187,10 +187,10 @@ pub async fn restore<B: Bucket, N: Nonces>(
     Err(Error::Overtaken { position: line.start() })
 }
 
-/// Copies an earlier state of an archive into a directory, with the batches after it in the same run, and with the
-/// named snapshots up to it. If no kept manifest precedes the batch `at`, or if `at` is `None`, copies the end and
-/// all named snapshots. The archive is not changed, and the directory must not continue it: the caller makes a store
-/// of its own from it, with another id.
+/// Copies the state as of batch `at` into `target`, with the later batches of the same run and the named snapshots up
+/// to `at`. If `at` is `None`, or if no kept manifest precedes it, copies the end of the archive and all named
+/// snapshots. Does not change the archive. The caller must give the copy a new store id, because the directory must not
+/// continue this archive.
 ///
 /// # Errors
 /// Returns the errors of [`restore`].

@@ -1,4 +1,4 @@
-//! The handle of an archive.
+//! Starts and stops the thread that archives an open store.
 
 use std::sync::Arc;
 
@@ -18,25 +18,25 @@ use crate::options::ArchiveOptions;
 use crate::recovery::RecoveryReport;
 use crate::snapshot::Snapshots;
 
-/// Number of attempts of one request. The uploader itself tries again later.
+/// Number of attempts of one request. The uploader makes further attempts later.
 const ATTEMPTS: u32 = 4;
 
-/// An archive that a directory may continue, while the store is being opened.
+/// An archive that was checked against the directory while the store is being opened.
 pub(crate) struct CheckedArchive {
-    // Dropped before the thread is joined: a thread that waits for the open store finds that there will be none.
+    // Declared before `thread`, so that it is dropped first: the thread then stops waiting for the open store.
     opened: mpsc::Sender<OpenedStore>,
     answers: mpsc::Receiver<Result<()>>,
     thread: ArchiveThread,
 }
 
-/// An archive that follows an open store.
+/// The running archive of an open store. Dropping it archives the remaining batches and stops the thread.
 pub(crate) struct Archiver {
     thread: ArchiveThread,
     engine: Arc<Engine>,
     snapshots: Arc<Snapshots>,
 }
 
-/// The thread of an archive. Dropping it stops the thread.
+/// The archive thread. Dropping it stops and joins the thread.
 struct ArchiveThread {
     progress: Arc<ArchiveProgress>,
     bucket: Arc<RemoteBucket>,
@@ -44,10 +44,10 @@ struct ArchiveThread {
 }
 
 impl CheckedArchive {
-    /// Checks that a directory may continue the archive, and changes nothing.
+    /// Checks that the directory may continue the archive. Changes nothing.
     ///
     /// # Errors
-    /// [`Error::Archive`]; [`Error::Io`] if the thread cannot be started.
+    /// Returns [`Error::Archive`] if it may not, and [`Error::Io`] if the thread cannot be started.
     pub fn new(options: &ArchiveOptions, disk: &dyn Disk) -> Result<Self> {
         let settings = RemoteOptions::default().attempts(ATTEMPTS);
         let settings =
@@ -58,7 +58,7 @@ impl CheckedArchive {
             let reason = "only a store in a file system can be archived".to_owned();
             ArchiveError { url: String::new(), kind: ArchiveErrorKind::Settings, reason }
         })?;
-        // Without symbolic links, whose targets may change while the store is open.
+        // Resolves symbolic links, because their targets may change while the store is open.
         let path = std::fs::canonicalize(&path).unwrap_or(path);
         let progress = Arc::new(ArchiveProgress::new());
         let (opened, receives_opened) = mpsc::channel();
@@ -88,10 +88,10 @@ impl CheckedArchive {
         &self.thread.progress
     }
 
-    /// Creates the fence, and starts to archive. Call this before the first snapshot.
+    /// Creates the fence and starts archiving. Call this before the first snapshot of this open is taken.
     ///
     /// # Errors
-    /// [`Error::Archive`].
+    /// Returns [`Error::Archive`] if the fence cannot be created.
     pub fn connect(
         self,
         engine: Arc<Engine>,
@@ -101,7 +101,7 @@ impl CheckedArchive {
         let lost = recovered.harmless.iter().any(|damage| matches!(damage.file, FileName::Manifest(_)));
         let opened =
             OpenedStore { engine: engine.clone(), snapshots: snapshots.clone(), has_lost_snapshots: lost };
-        // If the thread has ended, so has the channel of its answers.
+        // If the thread has ended, `answer` returns the error.
         let _ = self.opened.send(opened);
         self.answer()?;
         let watching = engine.clone();
@@ -120,10 +120,10 @@ impl CheckedArchive {
 }
 
 impl Drop for Archiver {
-    /// Archives the last batches, unless a request fails, and ends the thread.
+    /// Archives the last batches and stops the thread. The batches remain unarchived if a request fails.
     fn drop(&mut self) {
         self.thread.progress.stop();
-        // Abandons a snapshot that the thread takes for the archive.
+        // Cancels a snapshot that the thread is taking for the archive.
         self.snapshots.pace.call_off();
         self.engine.log.wake_archiver();
     }
@@ -132,7 +132,7 @@ impl Drop for Archiver {
 impl Drop for ArchiveThread {
     fn drop(&mut self) {
         self.progress.stop();
-        // Ends waits for another attempt.
+        // Cancels pauses before further attempts of a request.
         self.bucket.stop();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -142,7 +142,7 @@ impl Drop for ArchiveThread {
     }
 }
 
-/// Ends the archive if its thread panics, so that no caller waits forever.
+/// Ends the archive if the thread panics, so that no caller waits forever.
 struct PanicGuard<'a>(&'a ArchiveProgress);
 
 impl Drop for PanicGuard<'_> {

@@ -1,11 +1,11 @@
-//! Errors of the protocol as errors of the store.
+//! Converts errors of the archive protocol to errors of the store.
 
 use remanent_archive::Error as Failure;
 use remanent_archive::remote::OpenError;
 
 use crate::error::{ArchiveError, ArchiveErrorKind, Error};
 
-/// Returns the error of the store for a failure of the archive at `url`.
+/// Converts an error of the archive at `url`.
 pub(super) fn error_of(url: &str, failure: &Failure) -> Error {
     let kind = match failure {
         Failure::Superseded { .. } => ArchiveErrorKind::Superseded,
@@ -18,20 +18,20 @@ pub(super) fn error_of(url: &str, failure: &Failure) -> Error {
         Failure::TooLarge { .. } => ArchiveErrorKind::Limit,
         _ => ArchiveErrorKind::Damaged,
     };
-    // The message of the protocol ends with a remedy for its own callers.
+    // The text after "; " is a remedy for direct callers of the protocol.
     let text = failure.to_string();
     let reason = text.split_once("; ").map_or(text.as_str(), |(reason, _)| reason).to_owned();
     ArchiveError { url: url.to_owned(), kind, reason }.into()
 }
 
-/// Returns the error of the store for a bucket that cannot be opened.
+/// Converts the error for a bucket that cannot be opened.
 pub(super) fn error_of_open(failure: &OpenError) -> Error {
     let reason = failure.to_string();
     ArchiveError { url: String::new(), kind: ArchiveErrorKind::Settings, reason }.into()
 }
 
-/// Returns true if a later attempt may succeed: the bucket could not be reached, or a file could not be read. The line is
-/// unchanged then, or its next call completes the object whose outcome is unknown.
+/// Returns true if a later attempt may succeed, because the bucket was unreachable or a file could not be read. The
+/// line is then unchanged, or the next append completes the object whose outcome is unknown.
 pub(super) fn is_passing(failure: &Failure) -> bool {
     matches!(
         failure,
@@ -39,7 +39,7 @@ pub(super) fn is_passing(failure: &Failure) -> bool {
     )
 }
 
-/// Returns true if the disk of the store has no space for a file of the archive.
+/// Returns true if the local disk has no space for the ARCHIVE file.
 pub(super) fn is_no_space(failure: &Failure) -> bool {
     use std::io::ErrorKind::{QuotaExceeded, StorageFull};
     matches!(failure, Failure::Local(error) if matches!(error.kind(), StorageFull | QuotaExceeded))

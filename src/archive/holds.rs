@@ -1,4 +1,4 @@
-//! The snapshot that keeps the log from the first batch that is not archived.
+//! Holds the snapshot that retains the log from the first batch that is not archived.
 
 use std::sync::Arc;
 
@@ -8,16 +8,16 @@ use crate::disk::{Disk, DiskLock, Hold};
 use crate::error::Result;
 use crate::snapshot::Snapshots;
 
-/// A held start of replay: the snapshot, the log after it, and the images that its batches name are kept.
+/// A lock that retains a snapshot, the log after it, and the images that its batches name.
 pub(super) struct LogHold {
-    /// The snapshot; number 0 is the beginning of the log.
+    /// Number of the snapshot. Number 0 is the beginning of the log.
     pub snapshot: SnapshotId,
     _lock: Option<Box<dyn DiskLock>>,
 }
 
-/// Replaces `held` by the newest start from which the log leads to batch `archived`, or the oldest start if `archived` is
-/// `None`. `held` stays if there is no newer start, or if it cannot be held. It becomes `None` if the log after `archived` is
-/// not kept.
+/// Replaces `held` with the newest snapshot from which the log leads to batch `archived`, or with the oldest one if
+/// `archived` is `None`. `held` is unchanged if there is no newer snapshot or if it cannot be locked. `held` becomes
+/// `None` if the log after `archived` is not retained.
 pub(super) fn renew(
     disk: &Arc<dyn Disk>,
     snapshots: &Snapshots,
@@ -31,7 +31,7 @@ pub(super) fn renew(
     if held.as_ref().is_some_and(|held| held.snapshot >= start) {
         return Ok(());
     }
-    // The start may be on its way to be removed, or the file system has no locks.
+    // The snapshot may be in removal, or the file system may not support locks.
     if let Hold::Held(lock) = disk.hold(start)?
         && exists(disk, start)?
     {
@@ -40,14 +40,14 @@ pub(super) fn renew(
     Ok(())
 }
 
-/// Returns true if a held snapshot was not removed before it was held.
+/// Returns true if the snapshot still exists after it was locked.
 fn exists(disk: &Arc<dyn Disk>, snapshot: SnapshotId) -> Result<bool> {
     let name = FileName::Manifest(snapshot.0).name();
     Ok(snapshot == SnapshotId(0) || disk.list(Folder::Snapshots)?.contains(&name))
 }
 
-/// Holds the newest verified snapshot, and returns it with its end. On a file system without locks, nothing keeps its files. Returns `None` if there is
-/// no snapshot, or if it is being removed.
+/// Locks the newest verified snapshot, and returns it with its end. On a file system without locks, its files are not
+/// retained. Returns `None` if there is no snapshot or if it is being removed.
 pub(super) fn newest(disk: &Arc<dyn Disk>, snapshots: &Snapshots) -> Result<Option<(LogHold, Lsn)>> {
     let latest = snapshots.catalog.latest();
     let kept = latest.catalog.snapshots.values().filter(|kept| kept.info.verified && kept.is_sound);
@@ -61,7 +61,7 @@ pub(super) fn newest(disk: &Arc<dyn Disk>, snapshots: &Snapshots) -> Result<Opti
     Ok(exists(disk, snapshot)?.then_some((LogHold { snapshot, _lock: lock }, end)))
 }
 
-/// Returns the start to hold; number 0 is the beginning of the log.
+/// Returns the snapshot to hold. Number 0 is the beginning of the log.
 fn start(snapshots: &Snapshots, archived: Option<Lsn>) -> Option<SnapshotId> {
     let latest = snapshots.catalog.latest();
     let catalog = &latest.catalog;

@@ -1,29 +1,31 @@
-//! Continuous archiving of an open store to an object store, with the feature `archive`.
+//! Continuously archives an open store to an object store, with the feature `archive`.
 //!
-//! The crate [`remanent_archive`] contains the protocol. This module decides what is archived when:
+//! The crate [`remanent_archive`] implements the protocol. This module decides what is archived and when:
 //!
-//! - **Before the store changes**, an open finds the end of the archive and checks that it is in the history of the
-//!   directory. After recovery has written the new opening, the thread `remanent-archive` creates a fence.
+//! - **Open:** before it changes the directory, an open finds the end of the archive and checks that it is in the
+//!   history of the directory. After recovery has written the new opening, the thread `remanent-archive` creates a
+//!   fence.
 //! - **Runs:** a batch is archived at most [`ArchiveOptions::interval`](crate::options::ArchiveOptions) after it was
 //!   proven, or at once if a caller waits for [`Ack::Archived`](crate::Ack).
-//! - **Snapshots:** after 1,024 runs or 1 GiB of log or of image files, so that a restore reads a bounded number of
-//!   objects.
-//! - **Named snapshots:** once verified, oldest first. A name that was given up is also removed from the archive.
-//! - **Holds:** the thread holds the newest snapshot from which the log leads to the first batch that is not archived, as a
-//!   reader does. If the log exceeds `ArchiveOptions::log_len_max`, the hold ends: the archive then falls behind, and
-//!   continues with the next snapshot.
+//! - **Snapshots:** a snapshot is archived after 1,024 runs or 1 GiB of log or of image files, which bounds the number
+//!   of objects that a restore reads.
+//! - **Named snapshots:** each one is archived once it is verified, oldest first. If its name is given up, it is
+//!   removed from the archive.
+//! - **Holds:** the thread holds the newest snapshot from which the log leads to the first batch that is not archived,
+//!   as a reader does. If the log exceeds `ArchiveOptions::log_len_max`, the thread releases it. The archive then falls
+//!   behind, and continues with the next snapshot.
 //!
-//! Failed requests stop no commit. Only a fence of another writer does: it poisons the store.
+//! A failed request never stops a commit. A fence of another writer does: it poisons the store.
 //!
 //! | file | purpose |
 //! |---|---|
-//! | `archiver.rs` | the handle: begin, connect to the engine, stop |
+//! | `archiver.rs` | starts, connects and stops the thread |
 //! | `uploader.rs` | the thread |
-//! | `names.rs` | named snapshots |
-//! | `holds.rs` | the snapshot that keeps the log |
-//! | `failures.rs` | errors of the protocol as errors of the store |
+//! | `names.rs` | archives named snapshots |
+//! | `holds.rs` | retains the log that is not archived |
+//! | `failures.rs` | converts errors of the protocol to errors of the store |
 //!
-//! `log/archived.rs` contains the progress, for which tickets wait.
+//! `log/archived.rs` contains the progress that tickets wait for.
 
 mod archiver;
 mod uploader;

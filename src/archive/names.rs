@@ -1,4 +1,4 @@
-//! Named snapshots of the store, and names that were given up.
+//! Archives named snapshots, and removes them from the archive when their names are given up.
 
 use std::io;
 
@@ -13,14 +13,13 @@ use crate::base::sync::Instant;
 use crate::catalog::{Catalog, RetainedSnapshot};
 use crate::disk::Hold;
 
-/// Number of attempts after which a named snapshot that cannot be read is skipped.
+/// Number of failed attempts after which a named snapshot that cannot be read is skipped.
 const READ_ATTEMPTS: u32 = 3;
 
 impl Uploader<'_> {
-    /// Begins to archive named snapshots, after a fence.
+    /// Compares the named snapshots of the directory and of the archive, after a fence was created.
     pub(super) fn begin_names(&mut self) -> Result<(), Failure> {
-        // The directory may be an older copy, which lacks snapshots of the archive. It does not use their numbers
-        // again.
+        // The directory may be an older copy that lacks snapshots of the archive. It must not reuse their numbers.
         let newest = self.line.catalog().last().map_or(SnapshotId(0), |kept| kept.snapshot);
         if self.snapshots.catalog.latest().catalog.next_snapshot <= newest.0 {
             let mut catalog = self.snapshots.catalog.lock();
@@ -29,13 +28,13 @@ impl Uploader<'_> {
         let common = self.name_changes().common;
         self.progress.set_named(common.iter().copied());
         if self.has_lost_snapshots {
-            // They are no longer in common, so that no later open takes them for given up.
+            // Lost snapshots are no longer recorded as common, so a later open does not treat them as given up.
             self.directory.record_named(&common)?;
         }
         Ok(())
     }
 
-    /// Compares the directory with the archive.
+    /// Returns the differences between the named snapshots of the directory and of the archive.
     fn name_changes(&self) -> NameChanges {
         let latest = self.snapshots.catalog.latest();
         let catalog = &latest.catalog;
@@ -46,7 +45,7 @@ impl Uploader<'_> {
         })
     }
 
-    /// Archives the named snapshots that the archive lacks, and removes those that were given up.
+    /// Archives the named snapshots that the archive lacks, and removes those whose names were given up.
     pub(super) fn archive_names(&mut self) -> Result<(), Failure> {
         let mut given_up = self.name_changes().given_up;
         while let Some(snapshot) = self.next_named() {
@@ -56,7 +55,7 @@ impl Uploader<'_> {
                     self.record_names()?;
                     given_up = self.name_changes().given_up;
                 }
-                // The snapshot is being removed, or the store closes.
+                // The snapshot is being removed, or the store is closing.
                 Ok(false) => break,
                 Err(Failure::Local(_)) if !self.is_last_attempt(snapshot) => {}
                 Err(failure @ (Failure::Local(_) | Failure::TooLarge { .. } | Failure::NotNewer { .. })) => {
@@ -75,11 +74,11 @@ impl Uploader<'_> {
                 self.note(&appended);
             }
         }
-        // Also records the snapshots that an earlier process archived before it stopped.
+        // Also records snapshots that an earlier process archived but did not record.
         self.record_names()
     }
 
-    /// Counts a failed attempt. Returns true for the last one.
+    /// Counts a failed attempt. Returns true if no further attempt is made.
     fn is_last_attempt(&mut self, snapshot: SnapshotId) -> bool {
         let attempts = self.failed_names.entry(snapshot).or_default();
         *attempts += 1;
@@ -92,8 +91,8 @@ impl Uploader<'_> {
         Ok(self.directory.record_named(&common)?)
     }
 
-    /// Returns the oldest named snapshot that the archive lacks, if it can be archived now: its batches are archived,
-    /// and it is verified. A later change of either wakes this thread again.
+    /// Returns the oldest named snapshot that the archive lacks, or `None` if it cannot be archived yet because its
+    /// batches are not archived or it is not verified. The thread is woken when either changes.
     fn next_named(&self) -> Option<SnapshotId> {
         let latest = self.snapshots.catalog.latest();
         let kept = oldest_after(&latest.catalog, |id| {
@@ -104,9 +103,9 @@ impl Uploader<'_> {
         is_ready.then_some(kept.info.id)
     }
 
-    /// Archives a named snapshot, and removes those that were given up. Runs are appended in between, so that batches
-    /// do not wait for a long snapshot. Returns false if the snapshot is being removed, or if the store closes and
-    /// the time for that is over.
+    /// Archives a named snapshot, and removes the snapshots in `given_up` from the archive. Appends runs between
+    /// uploads, so that batches do not wait for a large snapshot. Returns false if the snapshot is being removed, or if
+    /// the time limit of a close has passed.
     fn archive_named(&mut self, snapshot: SnapshotId, given_up: &[SnapshotId]) -> Result<bool, Failure> {
         let _lock = match self.engine.disk.hold(snapshot).map_err(io::Error::other)? {
             Hold::Held(lock) => Some(lock),
@@ -114,7 +113,7 @@ impl Uploader<'_> {
             Hold::Retiring => return Ok(false),
         };
         if !self.snapshots.catalog.latest().catalog.snapshots.contains_key(&snapshot) {
-            return Ok(false); // It was removed before it was held.
+            return Ok(false); // It was removed before it was locked.
         }
         let named = self.directory.named_snapshot(snapshot)?;
         let mut begun = Instant::now();
@@ -134,8 +133,8 @@ impl Uploader<'_> {
     }
 }
 
-/// Returns the oldest sound and exact named snapshot that `is_new` selects. Only very old stores contain named
-/// snapshots that are not exact.
+/// Returns the oldest sound and exact named snapshot for which `is_new` returns true. Only stores of very early
+/// versions contain named snapshots that are not exact.
 fn oldest_after(catalog: &Catalog, is_new: impl Fn(SnapshotId) -> bool) -> Option<&RetainedSnapshot> {
     catalog.snapshots.values().find(|kept| {
         let info = &kept.info;

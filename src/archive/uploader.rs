@@ -1,4 +1,4 @@
-//! The thread that archives a store.
+//! The thread that archives an open store.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,48 +26,48 @@ use crate::log::ArchiveProgress;
 use crate::options::ArchiveOptions;
 use crate::snapshot::Snapshots;
 
-/// Number of runs after which a snapshot is archived (rule 21 of the archive's design).
+/// Number of runs after which a snapshot is archived (rule 21 of `remanent_archive::rules`).
 const RUNS_MAX: u64 = 1024;
-/// Number of bytes of log, or of parts of files, after which a snapshot is archived.
+/// Number of bytes of log or of uploaded parts after which a snapshot is archived.
 const RUN_BYTES_MAX: u64 = 1 << 30;
-/// Pause after a failed attempt. The bucket's own attempts have paused before.
+/// Pause after a failed round. It follows the pauses between the attempts of each request.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// Pause after a snapshot for the archive could not be taken.
 const SNAPSHOT_AGAIN_AFTER: Duration = Duration::from_secs(10);
-/// The shortest time between two hints, and before the first one.
+/// Minimum time between two hints, and before the first one.
 const HINT_EVERY: Duration = Duration::from_secs(10);
-/// The time for which a close archives what is left.
+/// Maximum time for which a close archives remaining batches.
 const CLOSE_MAX: Duration = Duration::from_secs(30);
 
-/// The engine holds the writer's lock of the directory for longer than the thread lives.
+/// A writer lock without effect: the engine holds the real lock of the directory until after the thread has ended.
 #[derive(Debug)]
 struct LockedByEngine;
 
 impl WriterLock for LockedByEngine {}
 
-/// The parts of the open store that the thread needs.
+/// The parts of the open store that the thread uses.
 pub(super) struct OpenedStore {
     pub engine: Arc<Engine>,
     pub snapshots: Arc<Snapshots>,
-    /// Whether the open found that snapshots are missing or damaged.
+    /// Whether the open found missing or damaged snapshots.
     pub has_lost_snapshots: bool,
 }
 
-/// What the thread is started with.
+/// The arguments of the thread.
 pub(super) struct UploaderStart<'a> {
     pub options: ArchiveOptions,
     pub path: &'a Path,
     pub bucket: &'a RemoteBucket,
     pub progress: &'a ArchiveProgress,
-    /// Receives the parts of the store once it is open.
+    /// Delivers the parts of the store once it is open.
     pub opened: mpsc::Receiver<OpenedStore>,
-    /// Sends one result before the store is changed, and one after the fence was created.
+    /// Takes one result before the open changes the directory, and one after the fence was created.
     pub answers: mpsc::Sender<Result<()>>,
 }
 
 type StoreLine<'a> = Line<'a, RemoteBucket, SystemNonces>;
 
-/// Runs the thread until the store closes or the archive ends.
+/// Archives until the store closes or the archive ends.
 pub(super) fn run(start: UploaderStart<'_>) {
     let UploaderStart { options, path, bucket, progress, opened, answers } = start;
     let url = &options.url;
@@ -91,7 +91,7 @@ pub(super) fn run(start: UploaderStart<'_>) {
     if answers.send(Ok(())).is_err() {
         return;
     }
-    // The open failed for another reason.
+    // If the channel is closed, the open has failed for another reason.
     let Ok(OpenedStore { engine, snapshots, has_lost_snapshots }) = opened.recv() else { return };
     let directory = match directory.map_or_else(|| read_directory(path), Ok) {
         Ok(directory) => directory,
@@ -124,11 +124,11 @@ pub(super) fn run(start: UploaderStart<'_>) {
         hint: 0,
         hint_after: Instant::now() + HINT_EVERY,
     };
-    // Held before the first snapshot of this open can remove log.
+    // The log is held before a snapshot of this open can recycle it.
     uploader.renew_hold();
     match uploader.fence() {
         Ok(()) => {}
-        // A full disk keeps no store from opening, because only an open store can free space.
+        // A full disk must not prevent an open, because only an open store can free space.
         Err(failure) if !options.required && is_passing(&failure) || is_no_space(&failure) => {
             uploader.note_failure(&failure);
         }
@@ -140,7 +140,7 @@ pub(super) fn run(start: UploaderStart<'_>) {
     if answers.send(Ok(())).is_ok() {
         uploader.live();
     }
-    // Callers that still wait for a batch learn that it is not archived.
+    // Callers that still wait for a batch are notified that it is not archived.
     progress.end(Error::Closed);
 }
 
@@ -148,8 +148,8 @@ fn takeover(options: &ArchiveOptions) -> Takeover {
     if options.takeover { Takeover::Permitted } else { Takeover::Refused }
 }
 
-/// Finds the end of the line, and checks that it is in the history of the directory. Returns `None` for a directory without
-/// a store.
+/// Finds the end of the line, and checks that it is in the history of the directory. Returns `None` if the directory
+/// contains no store.
 fn find(
     line: &mut StoreLine<'_>,
     path: &Path,
@@ -186,48 +186,48 @@ fn read_directory(path: &Path) -> io::Result<ArchivedDirectory> {
     ArchivedDirectory::open(path, Box::new(LockedByEngine)).map(ArchivedDirectory::of_open_store)
 }
 
-/// The thread's state.
+/// The state of the thread.
 pub(super) struct Uploader<'a> {
     pub(super) options: &'a ArchiveOptions,
     pub(super) bucket: &'a RemoteBucket,
     pub(super) progress: &'a ArchiveProgress,
     pub(super) line: StoreLine<'a>,
-    /// The path at which `directory` was read.
+    /// The path of the directory when `directory` was last read.
     path: PathBuf,
     pub(super) directory: ArchivedDirectory,
     pub(super) engine: Arc<Engine>,
     pub(super) snapshots: Arc<Snapshots>,
-    /// The start that keeps the log, or `None` if the archive has fallen behind.
+    /// The snapshot that retains the log, or `None` if the log after the last archived batch is not retained.
     hold: Option<LogHold>,
-    /// Whether the end of the line was found.
+    /// Whether the end of the line is known.
     is_found: bool,
     /// Number of runs since the last archived snapshot.
     runs: u64,
-    /// Length of the log at the last archived snapshot.
+    /// Bytes written to the log when the last snapshot was archived.
     bytes_before: u64,
-    /// Number of bytes of parts that were uploaded at the last archived snapshot.
+    /// Bytes of parts uploaded by this process when the last snapshot was archived.
     uploaded_before: u64,
-    /// Number of bytes of parts that earlier processes uploaded since the last archived snapshot.
+    /// Bytes of parts that earlier processes uploaded after the last archived snapshot.
     listed_before: u64,
-    /// Length of the log when all of it was archived.
+    /// Bytes written to the log when every proven batch was last archived.
     bytes_archived: u64,
-    /// Whether named snapshots of the archive may be missing in the directory although their names were not given up.
+    /// Whether named snapshots of the archive may be missing from the directory although their names were not given up.
     pub(super) has_lost_snapshots: bool,
-    /// Number of failed attempts to archive named snapshots.
+    /// Number of failed attempts to archive each named snapshot.
     pub(super) failed_names: BTreeMap<SnapshotId, u32>,
-    /// The last snapshot that was archived or was found unsuitable.
+    /// The last snapshot that was archived or rejected.
     snapshot: Option<SnapshotId>,
-    /// The time from which a snapshot may be taken for the archive.
+    /// The earliest time at which a snapshot may be taken for the archive.
     snapshot_after: Instant,
-    /// The time at which a close gives up.
+    /// The time limit of a close.
     pub(super) late_at: Option<Instant>,
-    /// The end of the line in the last hint, and the time from which another may be written.
+    /// The end of the line in the last hint, and the earliest time for the next hint.
     hint: u64,
     hint_after: Instant,
 }
 
 impl Uploader<'_> {
-    /// Archives until the store closes, or a failure ends the archive or the log.
+    /// Archives in rounds until the store closes, the archive ends, or the log fails.
     fn live(mut self) {
         let mut is_failed = false;
         loop {
@@ -244,19 +244,19 @@ impl Uploader<'_> {
                 Ok(()) => {
                     self.progress.count(|stats| stats.last_failure = None);
                     if let Err(error) = self.engine.log.check() {
-                        // No later batch becomes durable.
+                        // The log has failed, so no later batch becomes durable.
                         return self.progress.end(error);
                     }
                     let is_waited_for = self.progress.wanted() > archived;
                     if self.line.archived().lsn == archived && is_waited_for && !is_last {
-                        // A batch for which a caller waits has no durable mark yet, because the disk is full.
+                        // A caller waits for a batch that is not yet under a durable mark, because the disk is full.
                         self.progress.pause_after_failure(Instant::now() + AGAIN_AFTER);
                     }
                 }
                 Err(failure) if is_passing(&failure) => {
                     self.note_failure(&failure);
                     if is_no_space(&failure) {
-                        // The log that is held may be what fills the disk.
+                        // The retained log may be the reason why the disk is full.
                         self.hold = None;
                     }
                     if !is_last {
@@ -272,7 +272,7 @@ impl Uploader<'_> {
         }
     }
 
-    /// Archives all batches that are proven, or that a caller waits for.
+    /// Archives all proven batches. Also proves and archives the batches for which callers wait.
     fn round(&mut self, is_last: bool) -> Result<(), Failure> {
         self.follow_directory()?;
         if self.line.term().is_none() {
@@ -282,7 +282,7 @@ impl Uploader<'_> {
         if wanted > self.engine.log.proven()
             && let Err(error) = self.engine.log.prove(wanted)
         {
-            // The log has failed. The batches that it has proven before are archived.
+            // The log has failed. Batches that were proven before are still archived.
             tracing::debug!(%error, "the last batches cannot be archived");
         }
         self.append_runs()?;
@@ -296,7 +296,7 @@ impl Uploader<'_> {
         Ok(())
     }
 
-    /// Writes where the end of the line is, which saves readers requests. A failure costs them these requests.
+    /// Writes the position of the end of the line, which saves requests of readers. A failure is logged and ignored.
     fn write_hint_if_due(&mut self, is_last: bool) {
         let (next, is_due) = (self.line.next(), is_last || Instant::now() >= self.hint_after);
         if self.hint == next || !is_due {
@@ -309,7 +309,7 @@ impl Uploader<'_> {
         }
     }
 
-    /// Reads the directory again if it was moved: the engine continues in the moved directory.
+    /// Reads the directory again if it was moved. The engine continues in the moved directory.
     fn follow_directory(&mut self) -> Result<(), Failure> {
         let path = self.engine.disk.directory().map_err(io::Error::other)?;
         if let Some(path) = path.filter(|path| *path != self.path) {
@@ -320,7 +320,7 @@ impl Uploader<'_> {
         Ok(())
     }
 
-    /// Creates the fence of this open.
+    /// Creates the fence for this open.
     fn fence(&mut self) -> Result<(), Failure> {
         self.directory.reload_store()?;
         self.directory.advance(self.engine.log.proven())?;
@@ -352,7 +352,7 @@ impl Uploader<'_> {
         fenced
     }
 
-    /// Appends the proven batches as runs. First completes an object whose outcome is not known.
+    /// Appends the proven batches as runs. First completes an object whose outcome is unknown.
     fn append_runs(&mut self) -> Result<(), Failure> {
         let (proven, (_, bytes)) = (self.engine.log.proven(), self.engine.log.length());
         if !self.line.has_pending() && proven <= self.line.archived().lsn {
@@ -374,7 +374,7 @@ impl Uploader<'_> {
         Ok(())
     }
 
-    /// Counts an object that was appended, and acknowledges its batches.
+    /// Counts an appended object, and acknowledges its batches.
     pub(super) fn note(&mut self, appended: &Appended) {
         match appended.kind {
             Kind::Run => {
@@ -396,17 +396,17 @@ impl Uploader<'_> {
         self.progress.advance(appended.archived.lsn);
     }
 
-    /// Archives the newest snapshot with the log that it needs, because the log after the last archived batch was recycled
-    /// (rule 28).
+    /// Archives the newest snapshot together with the log that it needs, because the log after the last archived batch
+    /// was recycled (rule 28).
     fn continue_after_gap(&mut self) -> Result<(), Failure> {
         if self.progress.must_stop() {
-            return Ok(()); // The next open continues.
+            return Ok(()); // The next open archives the snapshot.
         }
         let Some((hold, end)) = self.hold_newest()? else {
             return Err(Failure::Local(io::Error::other("there is no snapshot to continue with yet")));
         };
         let id = hold.snapshot;
-        // From now on the log after this snapshot is needed.
+        // The log after this snapshot is needed from now on.
         self.hold = Some(hold);
         let proven = self.engine.log.prove(end).map_err(io::Error::other)?;
         self.directory.advance(proven)?;
@@ -415,7 +415,7 @@ impl Uploader<'_> {
         self.archive_snapshot(&parts)
     }
 
-    /// Archives the newest snapshot if many runs were archived since the last one.
+    /// Archives the newest snapshot if enough runs were archived since the last one.
     fn archive_snapshot_if_due(&mut self) -> Result<(), Failure> {
         let logged = self.engine.log.length().1.saturating_sub(self.bytes_before);
         let uploaded = self.line.uploaded() - self.uploaded_before + self.listed_before;
@@ -425,18 +425,18 @@ impl Uploader<'_> {
         let archived = self.line.archived();
         let Some((hold, end)) = self.hold_newest()? else { return Ok(()) };
         if self.snapshot == Some(hold.snapshot) {
-            // A newer snapshot is taken, and archived in a later round.
+            // Takes a newer snapshot; a later round archives it.
             drop(hold);
             self.take_snapshot();
             return Ok(());
         }
-        // A manifest follows the run that holds its end (rule 10).
+        // A manifest follows the run that contains its end (rule 10).
         if end > archived.lsn {
             return Ok(());
         }
         let parts = self.directory.snapshot(hold.snapshot, &archived)?;
         match self.archive_snapshot(&parts) {
-            // The snapshot needs log below a gap, or has too many parts. A newer one may not.
+            // The snapshot needs log that was not archived, or has too many parts. A newer snapshot may succeed.
             Err(failure @ (Failure::StartNotKept { .. } | Failure::TooLarge { .. })) => {
                 self.note_failure(&failure);
                 self.snapshot = Some(hold.snapshot);
@@ -446,8 +446,8 @@ impl Uploader<'_> {
         }
     }
 
-    /// Archives a snapshot, and deletes what it makes unnecessary. Runs are appended in between, so that batches do not wait
-    /// for a long snapshot. Does nothing more if the store closes.
+    /// Archives a snapshot, and deletes the objects that it makes unnecessary. Appends runs between uploads, so that
+    /// batches do not wait for a large snapshot. Returns early if the store closes.
     fn archive_snapshot(&mut self, parts: &SnapshotParts) -> Result<(), Failure> {
         let mut begun = Instant::now();
         for missing in self.line.missing_parts(&parts.parts).chunks(UPLOADS_MAX) {
@@ -466,8 +466,8 @@ impl Uploader<'_> {
         Ok(())
     }
 
-    /// Reads back every part of the newest manifest (rule 18), and then deletes what the manifest makes unnecessary. If the
-    /// store closes meanwhile, a later snapshot does so.
+    /// Reads back every part of the newest manifest (rule 18), and then deletes the objects that the manifest makes
+    /// unnecessary. Returns early if the store closes; a prune after a later snapshot then deletes them.
     fn prune(&mut self, begun: &mut Instant) -> Result<Pruned, Failure> {
         let Some(mut verification) = self.line.verification() else { return Ok(Pruned::Nothing) };
         while !self.progress.must_stop() {
@@ -480,7 +480,7 @@ impl Uploader<'_> {
         Ok(Pruned::Nothing)
     }
 
-    /// Appends runs during longer work, if a caller waits or the interval has passed since `begun`.
+    /// Appends runs during a longer operation if a caller waits or the interval has passed since `begun`.
     pub(super) fn append_runs_if_due(&mut self, begun: &mut Instant) -> Result<(), Failure> {
         if self.progress.is_called() || begun.elapsed() >= self.options.interval {
             self.append_runs()?;
@@ -491,7 +491,8 @@ impl Uploader<'_> {
         Ok(())
     }
 
-    /// Holds the newest verified snapshot, and returns it with its end. Takes one and returns `None` if there is none.
+    /// Locks the newest verified snapshot, and returns it with its end. If no snapshot exists, starts one and returns
+    /// `None`.
     fn hold_newest(&mut self) -> Result<Option<(LogHold, Lsn)>, Failure> {
         let held = holds::newest(&self.engine.disk, &self.snapshots).map_err(io::Error::other)?;
         if held.is_none() && self.snapshots.catalog.latest().catalog.snapshots.is_empty() {
@@ -500,13 +501,13 @@ impl Uploader<'_> {
         Ok(held)
     }
 
-    /// Takes a snapshot for the archive. If it fails, it is taken later.
+    /// Starts a snapshot for the archive. If this fails, a later round tries again.
     fn take_snapshot(&mut self) {
         if Instant::now() < self.snapshot_after {
             return;
         }
         if let Err(error) = self.snapshots.take_in_background(self.engine.log.length().0) {
-            tracing::warn!(%error, "no snapshot could be taken for the archive; it is tried again later");
+            tracing::warn!(%error, "cannot take a snapshot for the archive; a later round tries again");
             self.snapshot_after = Instant::now() + SNAPSHOT_AGAIN_AFTER;
         }
     }
@@ -514,11 +515,11 @@ impl Uploader<'_> {
     fn renew_hold(&mut self) {
         let archived = self.is_found.then(|| self.line.archived().lsn);
         if let Err(error) = holds::renew(&self.engine.disk, &self.snapshots, archived, &mut self.hold) {
-            tracing::warn!(%error, "the log for the archive cannot be held");
+            tracing::warn!(%error, "cannot retain the log for the archive");
         }
     }
 
-    /// Ends the hold if the log that is not archived exceeds the bound.
+    /// Releases the log if more than `log_len_max` bytes are not archived.
     fn bound_log(&mut self) {
         let bytes = self.engine.log.length().1.saturating_sub(self.bytes_archived);
         if bytes > self.options.log_len_max
@@ -527,21 +528,22 @@ impl Uploader<'_> {
             tracing::warn!(
                 bytes,
                 snapshot = %hold.snapshot,
-                "the archive is too far behind; the log that it needs is released"
+                "the archive is too far behind; released the log that it needs"
             );
         }
     }
 
     pub(super) fn note_failure(&self, failure: &Failure) {
         let error = error_of(&self.options.url, failure);
-        tracing::warn!(%error, "the archive is behind; it is tried again");
+        tracing::warn!(%error, "the archive is behind; the next round tries again");
         self.progress.count(|stats| {
             stats.failures += 1;
             stats.last_failure = Some(error);
         });
     }
 
-    /// Ends the archive. After a fence of another writer, the store acknowledges nothing more.
+    /// Ends the archive. If another writer created a fence, also poisons the store, which then acknowledges no more
+    /// batches.
     fn end(&self, failure: &Failure) {
         let error = error_of(&self.options.url, failure);
         tracing::error!(%error, "the archive has ended");

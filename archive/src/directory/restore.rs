@@ -1,4 +1,4 @@
-//! A directory that is restored from an archive: parts of files, and frames at their own locations (rule 24).
+//! Writes a directory from an archive: parts of files, and frames at their original locations (rule 24).
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
@@ -18,10 +18,10 @@ use crate::line::StateSink;
 use crate::local::FenceRecord;
 use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, Part, Role};
 
-/// A directory into which an archive is restored.
+/// A directory to restore an archive into.
 ///
-/// ARCHIVE is created first and STORE last. A directory with ARCHIVE but without STORE is an unfinished restore: the
-/// engine refuses it, and the next restore begins again.
+/// ARCHIVE is the first file that is created and STORE the last one. A directory with ARCHIVE but without STORE is an
+/// unfinished restore: the engine refuses to open it, and the next restore starts over.
 #[derive(Debug)]
 pub struct RestoreTarget {
     pub(super) files: StoreFiles,
@@ -30,8 +30,8 @@ pub struct RestoreTarget {
 }
 
 impl RestoreTarget {
-    /// Prepares an existing directory that is empty or contains an unfinished restore. `lock` is the writer's lock of the
-    /// directory, which is held until the value is dropped.
+    /// Opens an existing directory that is empty or contains an unfinished restore. `lock` is the writer lock of the
+    /// directory; the value holds it until it is dropped.
     ///
     /// # Errors
     /// Returns an error with the kind `AlreadyExists` if the directory contains a store or other files.
@@ -40,15 +40,15 @@ impl RestoreTarget {
         Ok(Self { files: StoreFiles::new(path), url: None, _lock: lock })
     }
 
-    /// Sets the URL of the archive. If the archive follows an open store, the directory records the URL, and may then
-    /// only be opened with this archive (rule 25).
+    /// Sets the URL of the archive. If the archive belongs to a store that is archived while it is open, the directory
+    /// records the URL and can then only be opened with this archive (rule 25).
     #[must_use]
     pub fn url(self, url: impl Into<String>) -> Self {
         Self { url: Some(url.into()), ..self }
     }
 
-    /// Checks that a directory does not exist, is empty, or contains an unfinished restore. Changes nothing: call this
-    /// before the writer's lock is acquired, which creates files.
+    /// Checks that `path` does not exist, is empty, or contains an unfinished restore. Changes nothing. Call this
+    /// before acquiring the writer lock, because acquiring it creates files.
     ///
     /// # Errors
     /// Returns the errors of [`open`](RestoreTarget::open).
@@ -73,17 +73,17 @@ impl RestoreTarget {
         }
     }
 
-    /// Records the fence of a claim durably.
+    /// Records the fence of a claim. Returns after the record is durable.
     pub(crate) fn record_claim(&self, store: StoreId, claim: FenceRecord) -> io::Result<()> {
         ArchiveRecord { fences: vec![claim], ..ArchiveRecord::new(store) }.publish(&self.files)
     }
 
-    /// Records durably that the directory contains an unfinished copy.
+    /// Records that the directory contains an unfinished copy. Returns after the record is durable.
     pub(crate) fn record_copy(&self, store: StoreId) -> io::Result<()> {
         ArchiveRecord::new(store).publish(&self.files)
     }
 
-    /// Removes what an unfinished restore left, and begins again.
+    /// Removes the files of an unfinished restore and starts a new one.
     pub(crate) fn begin(&self) -> io::Result<RestoredState<'_>> {
         self.files.make_folders()?;
         for file in self.files.inner_files()? {
@@ -106,41 +106,41 @@ impl RestoreTarget {
     }
 }
 
-/// A segment that is restored.
+/// A segment that is being restored.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RestoredSegment {
     pub opening: Option<Opening>,
-    /// The end of the last frame.
+    /// The offset after the last frame.
     pub end: u64,
 }
 
-/// A state while it is restored.
+/// The progress of a restore.
 #[derive(Debug)]
 pub(crate) struct RestoredState<'t> {
     pub(super) files: &'t StoreFiles,
     pub(super) url: Option<&'t str>,
-    /// STORE, with its bytes.
+    /// The contents of STORE, decoded and as bytes.
     pub(super) store: Option<(StoreFile, Vec<u8>)>,
-    /// The openings that fences list.
+    /// The segment headers of the openings that fences list.
     pub(super) openings: BTreeMap<Incarnation, SegmentHeader>,
     pub(super) manifest: Option<Manifest>,
-    /// The named snapshots.
+    /// The named snapshots that were received.
     pub(super) named: Vec<KeptSnapshot>,
     /// The parts that were written, by role, file and offset.
     pub(super) parts: BTreeMap<(Role, u64, u64), Part>,
     pub(super) segments: BTreeMap<u64, RestoredSegment>,
-    /// The point at which the log begins, once it is known.
+    /// The point at which the log starts, once it is known.
     pub(super) start: Option<LogPoint>,
-    /// The end of the last frame.
+    /// The point after the last frame.
     pub(super) point: LogPoint,
-    /// The end of the last batch.
+    /// The point after the last batch.
     pub(super) batch: LogPoint,
-    /// The first bytes of a frame whose other bytes are in the next piece.
+    /// The start of a frame that continues in the next piece.
     pending: Vec<u8>,
 }
 
 impl RestoredState<'_> {
-    /// Sets the point at which the log begins: the `redo` of the snapshot, or the beginning.
+    /// Sets the point at which the log starts: the `redo` of the snapshot, or the first location of the log.
     pub(super) fn begin_log(&mut self) -> io::Result<()> {
         if self.start.is_some() {
             return Ok(());
@@ -157,7 +157,7 @@ impl RestoredState<'_> {
                     start.lsn, manifest.redo
                 )));
             }
-            // The segment of `redo` must exist, even if no frame is in it (W1).
+            // The segment of `redo` must exist even if it contains no frame (W1).
             self.segments.insert(start.segment, RestoredSegment { opening: None, end: start.offset });
         }
         self.start = Some(start);
@@ -165,12 +165,12 @@ impl RestoredState<'_> {
         Ok(())
     }
 
-    /// Returns the highest number of an incarnation that a fence lists.
+    /// Returns the highest incarnation number that a fence lists, or 0.
     pub(super) fn highest_opening(&self) -> u32 {
         self.openings.keys().next_back().map_or(0, |incarnation| incarnation.number)
     }
 
-    /// Checks that no frame is cut off.
+    /// Checks that the last frame is complete.
     pub(super) fn check_complete(&self) -> io::Result<()> {
         if self.pending.is_empty() {
             return Ok(());
@@ -183,7 +183,7 @@ impl RestoredState<'_> {
         store.ok_or_else(|| invalid("no fence precedes the frames"))
     }
 
-    /// Writes the frames at the start of `bytes`. Returns the number of bytes that were used.
+    /// Writes the complete frames at the start of `bytes`, and returns their length in bytes.
     fn write_frames(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let mut at = 0;
         while let Some(head) = bytes.get(at..at + FrameHeaderRaw::LEN) {
@@ -195,7 +195,7 @@ impl RestoredState<'_> {
         Ok(at)
     }
 
-    /// Writes a frame after checking that it continues the log (I3).
+    /// Checks that a frame continues the log (I3), and writes it.
     fn write_frame(&mut self, frame: &UncheckedFrame, bytes: &[u8]) -> io::Result<()> {
         let found = *frame.unproven();
         let redo = self.start.map_or(Lsn(0), |start| start.lsn);
@@ -230,7 +230,7 @@ impl RestoredState<'_> {
         invalid(format!("the frame after lsn {} does not continue the log: {defect}", self.point.lsn))
     }
 
-    /// Goes on at the opening of a later incarnation, as W2 of the format does. Incarnations without a batch lie between.
+    /// Continues at the opening of a later incarnation (W2). Incarnations without batches may lie in between.
     pub(super) fn cross_to(&mut self, incarnation: Incarnation) -> io::Result<()> {
         let mut crossed = Vec::new();
         let mut wanted = incarnation;
@@ -240,7 +240,7 @@ impl RestoredState<'_> {
                 return Err(invalid(format!("no fence lists the opening of incarnation {wanted}")));
             };
             crossed.push((header.segment, opening));
-            wanted = opening.predecessor.incarnation; // Its number is lower, so that the loop ends.
+            wanted = opening.predecessor.incarnation; // Its number is lower, so the loop ends.
         }
         for (segment, opening) in crossed.into_iter().rev() {
             if opening.predecessor != self.point {

@@ -1,4 +1,4 @@
-//! Reading a state of the line (rules 10, 22 to 24, 27 and 28).
+//! Reads a state of the store from the line (rules 10, 22 to 24, 27 and 28).
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -13,103 +13,107 @@ use crate::object::{
     Run, predecessor,
 };
 
-/// A receiver of a state: a restore, or a view. After an error it discards the received parts and starts again.
+/// Receives a state that is read from the line, for example to restore it. After an error, the caller discards
+/// everything that the sink received and reads again.
 ///
-/// The calls come in this order: the newest fence below the first object that is read; the manifest with its parts if
-/// there is one; then frames, parts of the files that the frames name, fences and truncations in the order of the
-/// line; and then the named snapshots, newest first, each after those of its parts that were not received yet.
+/// The calls arrive in this order:
+///
+/// 1. the newest fence below the first object that is read;
+/// 2. the manifest and its parts, if there is a manifest;
+/// 3. frames, parts of the files that the frames name, fences and truncations, in the order of the line;
+/// 4. the named snapshots, newest first, each after those of its parts that were not received before.
 pub trait StateSink {
-    /// Receives the manifest from which the restore starts.
+    /// Receives the manifest from which the state is rebuilt.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of writing to the local disk.
     fn manifest(&mut self, manifest: &Manifest) -> io::Result<()>;
 
-    /// Receives a part of a file. If parts overlap, the bytes of the later call count.
+    /// Receives a part of a file. If parts overlap, the later call overwrites the earlier one.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of writing to the local disk.
     fn part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()>;
 
-    /// Receives a piece of the frames after `before` up to `after`. Frames at or below the manifest's `redo` are
-    /// skipped. The receiver checks the chain hash of each frame.
+    /// Receives a piece of the frames of the batches above `before`, up to and including `after`. Pieces may end within
+    /// a frame. The sink skips frames at or below the manifest's `redo` and checks the chain hash of each frame.
     ///
     /// # Errors
-    /// Returns the error of the disk, or an error for frames that do not continue the state.
+    /// Returns the error of writing to the local disk, or an error if the frames do not continue the state.
     fn frames(&mut self, before: &BatchPoint, after: &BatchPoint, piece: &[u8]) -> io::Result<()>;
 
-    /// Receives a fence, with the identity of the store and openings.
+    /// Receives a fence, which contains the STORE file and the headers of the segments that open an incarnation.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of writing to the local disk.
     fn fence(&mut self, fence: &Fence) -> io::Result<()>;
 
-    /// Drops the batches above `lsn`.
+    /// Discards the batches above `lsn`.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of writing to the local disk.
     fn truncate(&mut self, lsn: Lsn) -> io::Result<()>;
 
-    /// Receives a part of a file of a named snapshot. A file only grows, so that no bytes that were received are
-    /// replaced by older ones.
+    /// Receives a part of a file of a named snapshot. Files only grow, so this part never overwrites newer bytes.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of writing to the local disk.
     fn named_part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()>;
 
-    /// Receives a named snapshot, all parts of which were received.
+    /// Receives a named snapshot after all of its parts were received.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of writing to the local disk.
     fn named(&mut self, snapshot: &KeptSnapshot, parts: &[Part]) -> io::Result<()>;
 }
 
-/// The end of a state that was read.
+/// The end of a state that was read from an archive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RestoredEnd {
-    /// The store.
+    /// Id of the store.
     pub store: StoreId,
-    /// The last batch.
+    /// The last batch of the state.
     pub batch: BatchPoint,
-    /// The highest incarnation number that was read. The opening of a restored directory is above it (rule 24).
+    /// The highest incarnation number in the state. A restored directory opens with a higher one (rule 24).
     pub incarnation: u32,
-    /// Position of the newest fence.
+    /// Position of the newest fence on the line.
     pub fence: u64,
-    /// Number of named snapshots.
+    /// Number of named snapshots that were read.
     pub named: u64,
-    /// Whether the last writer archived the store while it was open.
+    /// Whether the newest fence belongs to a writer that archives the store while it is open.
     pub follows_open_store: bool,
 }
 
-/// Where the reading of a state at a batch ends.
+/// Determines where the read of an earlier state ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Until {
     Batch,
     EndOfRun,
 }
 
-/// A state while it is read.
+/// The progress of a read.
 #[derive(Default)]
 struct Reading {
-    /// The last batch of the state.
+    /// The last batch that was read.
     point: BatchPoint,
-    /// The lowest batch from which the first run may continue.
+    /// The batch after which the log is needed. The first run may start at or below it.
     redo: BatchPoint,
     incarnation: u32,
-    /// Position of the manifest, and the files of which it lists parts. Runs below it contain older parts of them.
+    /// Position of the manifest, and the files of which it lists parts. Runs below the manifest contain older parts of
+    /// these files.
     manifest: u64,
     files: HashSet<(Role, u64)>,
-    /// The data object that was received for each part of a file, by role, file and offset, and the position that
-    /// listed it.
+    /// For each received part of a file, by role, file number and offset: the position of the object that lists it, and
+    /// the key of its data object.
     received: HashMap<(Role, u64, u64), (u64, DataKey)>,
 }
 
 impl<B: Bucket, N: Nonces> Line<'_, B, N> {
-    /// Reads the state at the end of the line, as [`find`](Line::find) or [`claim`](Line::claim) left it.
+    /// Reads the state at the end of the line that [`find`](Line::find) or [`claim`](Line::claim) found.
     ///
     /// # Errors
-    /// Returns [`Error::Overtaken`] if a boundary has passed the state: find the end again. Returns [`Error::Damaged`]
-    /// if an object is missing or invalid.
+    /// Returns [`Error::Overtaken`] if a boundary permits deleting objects of this state; call `find` again. Returns
+    /// [`Error::Damaged`] if an object is missing or invalid.
     pub async fn read_state<S: StateSink>(&mut self, sink: &mut S) -> Result<RestoredEnd> {
         let manifest = self.view.manifest;
         let end = self.read_from(manifest, None, Until::Batch, sink).await?;
@@ -120,17 +124,17 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(end)
     }
 
-    /// Reads the state after the batch `lsn` of the newest line.
+    /// Reads the state as of batch `lsn`.
     ///
     /// # Errors
-    /// Returns [`Error::CutTooOld`] if no kept manifest precedes the batch, and the errors of
+    /// Returns [`Error::CutTooOld`] if no kept manifest ends at or below `lsn`, and the errors of
     /// [`read_state`](Line::read_state).
     pub async fn read_state_at<S: StateSink>(&mut self, lsn: Lsn, sink: &mut S) -> Result<RestoredEnd> {
         let manifest = self.manifest_before(lsn).await?;
         self.read_from(manifest, Some(lsn), Until::Batch, sink).await
     }
 
-    /// Reads the state after the batch `lsn`, and the later batches of the same run.
+    /// Reads the state as of batch `lsn` plus the later batches of the same run.
     ///
     /// # Errors
     /// Returns the errors of [`read_state_at`](Line::read_state_at).
@@ -139,7 +143,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         self.read_from(manifest, Some(lsn), Until::EndOfRun, sink).await
     }
 
-    /// Returns the newest manifest that ends at or below a batch, or `None` if the line is kept from its beginning.
+    /// Returns the newest manifest that ends at or below `lsn`, or `None` if the line is kept from position 1.
     pub(super) async fn manifest_before(&mut self, lsn: Lsn) -> Result<Option<(u64, Manifest)>> {
         let mut position = self.view.links.manifest;
         while position >= self.view.start {
@@ -176,11 +180,11 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     ) -> Result<RestoredEnd> {
         let store = self.view.store.ok_or(Error::Empty)?;
         let mut reading = Reading::default();
-        // A search for newer boundaries changes the start.
+        // `view.start` changes when a newer boundary is found, so its value is saved here.
         let (mut lowest, kept_from) = (1, self.view.start);
         if let Some((position, manifest)) = newest {
             lowest = manifest.start;
-            // The fence with the openings of the frames that follow, and with the identity of the store (rule 17).
+            // This fence has the STORE file and the openings of the frames that follow (rule 17).
             if let Some(kept) = self.fence_below(lowest).await? {
                 sink.fence(&kept.content)?;
             }
@@ -197,7 +201,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
         let cuts = self.cuts(lowest, at).await?;
         self.read_line(lowest, at, &cuts, &mut reading, sink).await?;
-        // [mend] The snapshot is fuzzy up to its end.
+        // [mend] A snapshot is taken while batches are written: its pages are consistent only after replay up to `end`.
         if let Some((position, manifest)) =
             newest.filter(|(_, manifest)| reading.point.lsn < manifest.end.lsn)
         {
@@ -208,7 +212,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             sink.truncate(lsn)?;
         }
         let named = self.read_named(at, kept_from, store, &mut reading, sink).await?;
-        // [rcheck] What was read may lie in a hole.
+        // [rcheck] Some of the objects that were read may have been deleted and created again by a stalled process.
         if self.is_overtaken(lowest).await? {
             return Err(Error::Overtaken { position: lowest });
         }
@@ -218,8 +222,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(RestoredEnd { store, batch, incarnation, fence, named, follows_open_store })
     }
 
-    /// Reads the named snapshots that contain no batch above `at`. `kept_from` is the start of the boundary that
-    /// keeps them. Returns their number.
+    /// Reads the named snapshots up to batch `at`, and returns their number. `kept_from` is the start of the boundary
+    /// that keeps them.
     async fn read_named<S: StateSink>(
         &mut self,
         at: Option<Lsn>,
@@ -252,7 +256,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(count)
     }
 
-    /// Reads the parts of a manifest.
+    /// Reads the parts that a manifest lists.
     async fn read_manifest<S: StateSink>(
         &mut self,
         position: u64,
@@ -279,7 +283,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(())
     }
 
-    /// Returns the cuts of the line above `lowest` that go back behind `at`, newest first.
+    /// Returns the positions of the fences above `lowest` that cut the line below `at`, newest first.
     async fn cuts(&mut self, lowest: u64, at: Option<Lsn>) -> Result<Vec<u64>> {
         let Some(at) = at else { return Ok(Vec::new()) };
         let mut cuts = Vec::new();
@@ -295,7 +299,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(cuts)
     }
 
-    /// Reads the line from `lowest` to its end, or until it contains the batch `at`.
+    /// Reads the line from `lowest` to its end. With `at`, stops once the state contains this batch and no later fence
+    /// in `cuts` cuts it off.
     async fn read_line<S: StateSink>(
         &mut self,
         lowest: u64,
@@ -371,20 +376,21 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
 }
 
 impl Reading {
-    /// Notes a part of a file that was received.
+    /// Records that the part of `entry`, listed at `position`, was received.
     fn receive(&mut self, position: u64, entry: &DataRef) {
         let Part { role, file, offset, .. } = entry.part;
         self.received.insert((role, file, offset), (position, entry.key));
     }
 
-    /// Notes the incarnations of a fence.
+    /// Records the incarnation numbers of a fence.
     fn note(&mut self, fence: &Fence) {
         let numbers = fence.openings.iter().filter_map(|header| header.opening);
         let highest = numbers.map(|opening| opening.incarnation.number).max();
         self.incarnation = self.incarnation.max(highest.unwrap_or(0));
     }
 
-    /// Applies a fence: the walk goes on at the predecessor of each opening (W2 of the format), or at the point of a cut.
+    /// Applies a fence: continues after the predecessor of each opening (W2 of `format/SPEC.md`), or after the point of
+    /// a cut.
     fn fence<S: StateSink>(&mut self, fence: &Fence, sink: &mut S) -> Result<()> {
         self.note(fence);
         for point in fence.cut.into_iter().chain(fence.openings.iter().map(predecessor)) {
