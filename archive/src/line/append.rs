@@ -1,4 +1,4 @@
-//! Appending runs, manifests and catalogs (rules 1, 3, 6, 7, 9 to 12, 16 and 17).
+//! Appends runs, manifests and catalogs (rules 1, 3, 6, 7, 9 to 12, 16 and 17).
 
 use std::collections::HashMap;
 use std::future::{Future, poll_fn};
@@ -18,42 +18,44 @@ use crate::object::{
 };
 use crate::rules::Rule;
 
-/// Number of parts that are uploaded at a time. Each takes up to 8 MiB, and as much again in its request.
+/// Maximum number of parts that are uploaded concurrently. Each one uses up to 16 MiB of memory: 8 MiB for the part and
+/// as much again for its request.
 pub const UPLOADS_MAX: usize = 4;
 
-/// An object that was appended. Its batches are archived.
+/// A line object that was appended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Appended {
-    /// Position of the object.
+    /// Position of the object on the line.
     pub position: u64,
     /// Kind of the object.
     pub kind: Kind,
-    /// The last archived batch: every batch up to it may be acknowledged as archived.
+    /// The last archived batch. Every batch up to it may be acknowledged as archived.
     pub archived: BatchPoint,
 }
 
-/// A snapshot to archive: its numbers, and the parts of all files that a restore of it needs.
+/// A snapshot to archive, with the parts of every file that a restore of it needs.
 #[derive(Clone, Debug)]
 pub struct SnapshotParts {
     /// Number of the snapshot.
     pub snapshot: SnapshotId,
-    /// The batch from which the snapshot needs the log.
+    /// The batch from which a restore of the snapshot replays the log.
     pub redo: BatchPoint,
-    /// The batch up to which the snapshot needs the log.
+    /// The batch up to which a restore of the snapshot replays the log.
     pub end: BatchPoint,
-    /// Parts of links, image files and tables. If the snapshot follows a gap, also the frames from `redo` to `end`.
+    /// Parts of links, image files and tables. If the snapshot follows a gap, also parts of the frames from `redo` to
+    /// `end`.
     pub parts: Vec<Part>,
-    /// Whether batches below `redo` were not archived (rule 28).
+    /// Whether batches below `redo` were not archived because their log was recycled (rule 28).
     pub follows_gap: bool,
 }
 
-/// A named snapshot to archive: its numbers, and the parts of all files that it needs. A named snapshot is exact, so
-/// that it needs no log.
+/// A named snapshot to archive, with the parts of every file that it needs. A named snapshot needs no log, because its
+/// pages are consistent without replay.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedParts {
     /// Number of the snapshot.
     pub snapshot: SnapshotId,
-    /// The name: 1 to 64 bytes.
+    /// The name, 1 to 64 bytes long.
     pub name: String,
     /// The last batch that the snapshot contains.
     pub batch: BatchPoint,
@@ -61,7 +63,7 @@ pub struct NamedParts {
     pub parts: Vec<Part>,
 }
 
-/// An object that has no position yet.
+/// The contents of a line object before its position is known.
 #[derive(Clone, Debug)]
 pub(super) enum Draft {
     Run {
@@ -72,7 +74,7 @@ pub(super) enum Draft {
         manifest: Manifest,
         data: Vec<DataRef>,
     },
-    /// The kept snapshots without the new one, the new one, and its files.
+    /// `snapshots` are the kept snapshots without `new`. `data` are the files of `new`.
     Catalog {
         snapshots: Vec<KeptSnapshot>,
         new: Option<KeptSnapshot>,
@@ -82,7 +84,7 @@ pub(super) enum Draft {
 }
 
 impl Draft {
-    /// Returns true if the object lists parts that other objects may list, too.
+    /// Returns true if the object lists parts that other objects may list as well.
     fn shares_parts(&self) -> bool {
         match self {
             Draft::Manifest { .. } => true,
@@ -93,34 +95,34 @@ impl Draft {
     }
 }
 
-/// An object whose create may have been sent.
+/// An object to append. Its create may have been sent already.
 #[derive(Clone, Debug)]
 pub(super) struct Pending {
     draft: Draft,
-    /// The object and its bytes at the position that is being tried. They do not change until the outcome is known
-    /// (rule 3, [frozen]).
+    /// The object at the position that is being tried, and its encoding. Neither changes until the outcome of the
+    /// create is known (rule 3, [frozen]).
     frozen: Option<(LineObject, Vec<u8>)>,
 }
 
 /// The outcome of an append.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Settled {
+pub(super) enum AppendOutcome {
     Appended(Appended),
-    /// A foreign boundary was met, and the draft must be made again.
+    /// The boundary of another process was found on the line, so the caller must make the draft again.
     Redraft,
 }
 
 impl<B: Bucket, N: Nonces> Line<'_, B, N> {
-    /// Appends the sealed frames that are not archived yet. Returns `None` if there are none.
+    /// Appends the frames of `local` that are ready and not archived yet. Returns `None` if there are none.
     ///
-    /// If an earlier call failed before its outcome was known, this call first completes that object, and returns it.
+    /// If an earlier append failed with an unknown outcome, this call completes that object instead, and returns it.
     ///
     /// # Errors
-    /// Returns [`Error::Superseded`] after the fence of another writer, and [`Error::Unknown`] or [`Error::Bucket`] if the
-    /// bucket cannot be reached: call again later.
+    /// Returns [`Error::Superseded`] if another writer created a fence. Returns [`Error::Unknown`] or [`Error::Bucket`]
+    /// if the bucket cannot be reached; call again later.
     pub async fn append_run(&mut self, local: &dyn LocalStore) -> Result<Option<Appended>> {
         self.writer.ok_or(Error::NoFence)?;
-        if let Some(appended) = self.settle_pending(local).await? {
+        if let Some(appended) = self.complete_pending(local).await? {
             return Ok(Some(appended));
         }
         loop {
@@ -128,15 +130,16 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             self.check_continues(&frames)?;
             let data = self.upload_run(local, &frames).await?; // [ifirst]
             self.pending = Some(Pending { draft: Draft::Run { frames, data }, frozen: None });
-            if let Some(appended) = self.settle_pending(local).await? {
+            if let Some(appended) = self.complete_pending(local).await? {
                 return Ok(Some(appended));
             }
-            // [recheck] A foreign boundary passed: files that only objects below it list are uploaded again.
+            // [recheck] The boundary of another process may have released files that the run lists, so they are checked
+            // again.
         }
     }
 
-    /// Uploads the parts that a run lists: the files that its frames name, and the frames if the run has such files or is
-    /// long.
+    /// Uploads the parts that a run lists: the files that its frames name, and the frames themselves if they name files
+    /// or are too long for the line object.
     async fn upload_run(&mut self, local: &dyn LocalStore, frames: &SealedFrames) -> Result<Vec<DataRef>> {
         let mut data = Vec::new();
         let known = if frames.files.is_empty() { HashMap::new() } else { self.archived_parts() };
@@ -155,8 +158,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(data)
     }
 
-    /// Returns the data object of a part, after uploading it unless it is archived or was uploaded ahead. `known`
-    /// contains the archived parts.
+    /// Returns the data object of a part. Uploads the part if it is not in `known`, which contains the archived parts,
+    /// and was not uploaded in advance.
     async fn archive_part(
         &mut self,
         local: &dyn LocalStore,
@@ -169,7 +172,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
     }
 
-    /// Returns the parts that must be uploaded before an object that lists `parts` is appended.
+    /// Returns those of `parts` that must be uploaded before an object that lists them is appended.
     #[must_use]
     pub fn missing_parts(&self, parts: &[Part]) -> Vec<Part> {
         let known = self.archived_parts();
@@ -177,8 +180,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         parts.iter().filter(is_missing).copied().collect()
     }
 
-    /// Uploads [missing](Line::missing_parts) parts for an object that is appended later, up to [`UPLOADS_MAX`] at a
-    /// time. Other objects may be appended in between.
+    /// Uploads [missing](Line::missing_parts) parts of an object that will be appended later, up to [`UPLOADS_MAX`]
+    /// concurrently. Other objects may be appended before that object.
     ///
     /// # Errors
     /// Returns the errors of [`append_run`](Line::append_run).
@@ -204,7 +207,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(())
     }
 
-    /// Checks that frames continue the archived batches.
+    /// Checks that the frames continue after the last archived batch.
     fn check_continues(&self, frames: &SealedFrames) -> Result<()> {
         let strict = self.archive.rules.follow(Rule::Lineage) && self.archive.rules.follow(Rule::Pred);
         if strict && frames.before != self.view.archived {
@@ -214,25 +217,26 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(())
     }
 
-    /// Appends the manifest of a snapshot, after uploading the parts that are not archived yet (rules 9 to 12).
+    /// Appends the manifest of a snapshot. First uploads the parts that are not archived yet (rules 9 to 12).
     ///
     /// # Errors
-    /// Returns [`Error::EndNotArchived`] if the run that holds the snapshot's end must be appended first, and the errors
-    /// of [`append_run`](Line::append_run).
+    /// Returns [`Error::EndNotArchived`] if the run that contains the end of the snapshot must be appended first, and
+    /// the errors of [`append_run`](Line::append_run).
     pub async fn append_manifest(
         &mut self,
         local: &dyn LocalStore,
         snapshot: &SnapshotParts,
     ) -> Result<Appended> {
         self.writer.ok_or(Error::NoFence)?;
-        self.settle_pending(local).await?;
+        self.complete_pending(local).await?;
         let archived = self.view.archived.lsn;
-        // [mend] A manifest is no start until the frames up to its end are archived. One after a gap lists them.
+        // [mend] A restore can start from a manifest only if the frames up to its end are archived. After a gap, the
+        // manifest itself lists these frames.
         if self.archive.rules.follow(Rule::Mend) && archived < snapshot.end.lsn && !snapshot.follows_gap {
             return Err(Error::EndNotArchived { end: snapshot.end.lsn.0, archived: archived.0 });
         }
         if !snapshot.follows_gap {
-            self.learn_runs(snapshot.redo.lsn).await?;
+            self.load_runs(snapshot.redo.lsn).await?;
         }
         loop {
             let mut data = Vec::with_capacity(snapshot.parts.len());
@@ -243,22 +247,23 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let SnapshotParts { snapshot: number, redo, end, follows_gap, .. } = *snapshot;
             let manifest = Manifest { snapshot: number, start: 1, redo, end, follows_gap };
             self.pending = Some(Pending { draft: Draft::Manifest { manifest, data }, frozen: None });
-            if let Settled::Appended(appended) = self.settle(Some(local)).await? {
+            if let AppendOutcome::Appended(appended) = self.create_pending(Some(local)).await? {
                 self.upload_late().await?;
                 return Ok(appended);
             }
-            // [recheck] A foreign boundary passed: parts that only objects below it list are uploaded again.
+            // [recheck] The boundary of another process may have released parts of the snapshot, so they are checked
+            // again.
         }
     }
 
-    /// Appends a catalog: the named snapshots that the archive keeps, without those of `removed`, and with `new` after
-    /// uploading its parts that are not archived yet (rules 9 to 12 and 17). Returns `None` if nothing changes.
+    /// Appends a catalog that lists the kept named snapshots without those in `removed`, and with `new`. First uploads
+    /// the parts of `new` that are not archived yet (rules 9 to 12 and 17). Returns `None` if nothing changes.
     ///
-    /// `new` replaces a kept snapshot with the same name.
+    /// If a kept snapshot has the name of `new`, `new` replaces it.
     ///
     /// # Errors
-    /// Returns [`Error::EndNotArchived`] if the run that holds the snapshot's batch must be appended first,
-    /// [`Error::NotNewer`] if the archive keeps this or a newer named snapshot, and the errors of
+    /// Returns [`Error::EndNotArchived`] if the run that contains the batch of `new` must be appended first,
+    /// [`Error::NotNewer`] if the archive keeps `new` or a newer named snapshot, and the errors of
     /// [`append_run`](Line::append_run).
     pub async fn append_catalog(
         &mut self,
@@ -267,10 +272,10 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         new: Option<&NamedParts>,
     ) -> Result<Option<Appended>> {
         self.writer.ok_or(Error::NoFence)?;
-        self.settle_pending(local).await?;
+        self.complete_pending(local).await?;
         if let Some(new) = new {
             let archived = self.view.archived.lsn;
-            // [mend] A restore contains the batch of each named snapshot.
+            // [mend] A restore of the end contains the batch of each named snapshot.
             if self.archive.rules.follow(Rule::Mend) && archived < new.batch.lsn {
                 return Err(Error::EndNotArchived { end: new.batch.lsn.0, archived: archived.0 });
             }
@@ -284,7 +289,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             for part in new.map_or(&[][..], |new| &new.parts) {
                 data.push(self.archive_part(local, part, &known).await?);
             }
-            // The catalog may have been cut since, so it is taken after each foreign boundary.
+            // Another process's boundary may have changed the catalog, so it is read again in each iteration.
             let stays = |kept: &&KeptSnapshot| {
                 !removed.contains(&kept.snapshot) && new.is_none_or(|new| new.name != kept.name)
             };
@@ -301,17 +306,17 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
                 bytes: data.iter().map(|entry| entry.part.len).sum(),
             });
             self.pending = Some(Pending { draft: Draft::Catalog { snapshots, new, data }, frozen: None });
-            if let Settled::Appended(appended) = self.settle(Some(local)).await? {
+            if let AppendOutcome::Appended(appended) = self.create_pending(Some(local)).await? {
                 return Ok(Some(appended));
             }
-            // [recheck] As for a manifest.
+            // [recheck] See `append_manifest`.
         }
     }
 
-    /// Appends a catalog with some of the kept snapshots. If that fails, the next append completes it first.
+    /// Appends a catalog that lists only `snapshots`. If this fails, the next append completes it first.
     pub(super) async fn record_catalog(&mut self, snapshots: Vec<KeptSnapshot>) -> Result<()> {
         self.set_pending(Draft::Catalog { snapshots, new: None, data: Vec::new() });
-        self.settle(None).await.map(drop)
+        self.create_pending(None).await.map(drop)
     }
 
     /// Returns the named snapshots that the archive keeps, oldest first.
@@ -320,8 +325,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         &self.view.catalog
     }
 
-    /// Returns the parts that objects at or above the newest boundary or the catalogs of kept snapshots list, with
-    /// the data objects that contain them (rule 11, [dedup]).
+    /// Returns the parts that count as archived, with their data objects: those listed by objects at or above the
+    /// newest boundary, and by the catalogs of kept snapshots (rule 11, [dedup]).
     fn archived_parts(&self) -> HashMap<Part, DataRef> {
         let lowest = if self.archive.rules.follow(Rule::Dedup) { self.view.start } else { 0 };
         let mut known = HashMap::new();
@@ -331,7 +336,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         known
     }
 
-    /// Uploads a part under a key that was never used (rules 9 and 12).
+    /// Uploads a part under a new key (rules 9 and 12).
     async fn upload(&mut self, part: &Part, bytes: &[u8]) -> Result<DataRef> {
         let (entry, object, nonce) = self.data_object(part, bytes)?;
         if self.archive.rules.follow(Rule::IFirst) || part.role == Role::Frames {
@@ -362,13 +367,13 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         let key = ObjectKey::Data(entry.key);
         match self.create(key, object, nonce).await? {
             Known::Ours => Ok(()),
-            // With keys that are used twice, an object of the same content is taken for the part.
+            // Without unique keys, an existing object is assumed to have the same contents.
             Known::Others(_) if !self.archive.rules.follow(Rule::UKeys) => Ok(()),
             Known::Others(_) => Err(Error::Damaged { key, damage: Damage::Unexpected(Kind::Data) }),
         }
     }
 
-    /// Uploads the data objects that a test delayed.
+    /// Uploads the data objects whose upload a test delayed.
     async fn upload_late(&mut self) -> Result<()> {
         #[cfg(feature = "testing")]
         for (entry, object) in std::mem::take(&mut self.late) {
@@ -379,7 +384,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(())
     }
 
-    /// Returns the key of the writer's next data object (rule 12, [ukeys]).
+    /// Returns a key for the next data object of this writer (rule 12, [ukeys]).
     fn data_key(&mut self, part: &Part) -> Result<DataKey> {
         let writer = self.writer.as_mut().ok_or(Error::NoFence)?;
         if !self.archive.rules.follow(Rule::UKeys) {
@@ -390,21 +395,23 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(DataKey { term, random, index: data_objects })
     }
 
-    /// Completes the object of an earlier call, if there is one.
-    async fn settle_pending(&mut self, local: &dyn LocalStore) -> Result<Option<Appended>> {
+    /// Completes the object of an earlier append, if there is one. Returns `None` if there is none, or if its draft
+    /// must be made again.
+    async fn complete_pending(&mut self, local: &dyn LocalStore) -> Result<Option<Appended>> {
         if self.pending.is_none() {
             return Ok(None);
         }
-        match self.settle(Some(local)).await? {
-            Settled::Appended(appended) => Ok(Some(appended)),
-            Settled::Redraft => Ok(None),
+        match self.create_pending(Some(local)).await? {
+            AppendOutcome::Appended(appended) => Ok(Some(appended)),
+            AppendOutcome::Redraft => Ok(None),
         }
     }
 
-    /// Creates the pending object at the next position, or at the one after foreign boundaries (rule 6).
-    pub(super) async fn settle(&mut self, local: Option<&dyn LocalStore>) -> Result<Settled> {
+    /// Creates the pending object at the next position, and repeats this at later positions while it finds boundaries
+    /// of other processes (rule 6). `local` is used only if a test leaves out the rule [frozen].
+    pub(super) async fn create_pending(&mut self, local: Option<&dyn LocalStore>) -> Result<AppendOutcome> {
         loop {
-            let Some(pending) = &self.pending else { return Ok(Settled::Redraft) };
+            let Some(pending) = &self.pending else { return Ok(AppendOutcome::Redraft) };
             let shares_parts = pending.draft.shares_parts();
             let (mut object, mut bytes) = match &pending.frozen {
                 Some(frozen) => frozen.clone(),
@@ -413,21 +420,21 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let other = self.create_frozen(local, &mut object, &mut bytes).await?;
             let Some(other) = other else {
                 if self.view.next == object.position {
-                    self.view.absorb(&object)?;
+                    self.view.apply(&object)?;
                 }
-                self.check_created(object.position).await?; // The object stays pending until this has succeeded.
+                self.check_created(object.position).await?; // Until this succeeds, the object stays pending.
                 self.pending = None;
-                // From now on, these parts count as archived only if a kept object lists them.
+                // From now on, these parts count as archived only while a kept object lists them.
                 object.data.iter().for_each(|entry| _ = self.fresh.remove(&entry.part));
                 let kind = object.content.kind();
-                return Ok(Settled::Appended(Appended {
+                return Ok(AppendOutcome::Appended(Appended {
                     position: object.position,
                     kind,
                     archived: object.archived,
                 }));
             };
-            if let Err(error) = self.absorb_other(&other) {
-                self.check_created(object.position).await?; // In a hole, objects of stalled writers do not fit.
+            if let Err(error) = self.apply_foreign(&other) {
+                self.check_created(object.position).await?; // A hole may contain objects of stalled writers.
                 return Err(error);
             }
             if let Some(pending) = &mut self.pending {
@@ -436,12 +443,12 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let recheck = shares_parts && self.archive.rules.follow(Rule::Recheck);
             if recheck || self.is_below_boundary() {
                 self.pending = None;
-                return Ok(Settled::Redraft);
+                return Ok(AppendOutcome::Redraft);
             }
         }
     }
 
-    /// Returns true if the pending object is a boundary that another one has reached.
+    /// Returns true if the pending object is a boundary, and another boundary starts at or above it.
     fn is_below_boundary(&self) -> bool {
         let Some(Pending { draft: Draft::Boundary(boundary), .. }) = &self.pending else {
             return false;
@@ -449,7 +456,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         boundary.start <= self.view.start
     }
 
-    /// Makes the pending object for the next position and freezes it (rule 3).
+    /// Encodes the pending object for the next position. Later attempts send the same bytes (rule 3).
     fn freeze(&mut self, nonce: Nonce) -> Result<(LineObject, Vec<u8>)> {
         let Some(pending) = &self.pending else { return Err(Error::NoFence) };
         let object = self.place(pending.draft.clone(), nonce);
@@ -461,7 +468,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok((object, bytes))
     }
 
-    /// Creates a frozen object. Returns the object of another process if one is in its place.
+    /// Creates a frozen object. Returns the object of another process if the position is taken.
     async fn create_frozen(
         &mut self,
         local: Option<&dyn LocalStore>,
@@ -487,7 +494,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         unreachable!("the loop ends only by a return");
     }
 
-    /// Adds later frames to a pending run, as the rule [frozen] forbids.
+    /// Adds later frames to a pending run, for a test that leaves out the rule [frozen].
     fn thaw(&mut self, local: &dyn LocalStore) -> Result<()> {
         let Some(Pending { draft: Draft::Run { frames, .. }, .. }) = &mut self.pending else { return Ok(()) };
         if let Some(later) = local.sealed_frames(&self.view.archived)? {
@@ -496,14 +503,14 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(())
     }
 
-    /// Applies an object of another process that is at this process's position: a boundary, or a fence that supersedes
-    /// this writer (rule 6).
-    fn absorb_other(&mut self, other: &LineObject) -> Result<()> {
+    /// Handles an object of another process at this process's next position: applies a boundary, and returns an error
+    /// for any other object (rule 6).
+    fn apply_foreign(&mut self, other: &LineObject) -> Result<()> {
         let kind = other.content.kind();
         let found = ObjectKey::Line(other.position);
         match (kind, self.writer) {
             (Kind::Boundary, _) => {
-                self.view.absorb(other)?;
+                self.view.apply(other)?;
                 if !self.archive.rules.follow(Rule::BComp) {
                     self.view.boundaries.clear();
                 }
@@ -511,7 +518,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             }
             (Kind::Fence, Some(writer)) => Err(Error::Superseded { term: writer.term, found }),
             (_, None) => Err(Error::Busy { position: other.position, kind }),
-            // Without fences a writer stops only here.
+            // If a test leaves out fences, a writer detects its successor only here.
             (_, Some(writer)) if !self.archive.rules.follow(Rule::Fence) => {
                 Err(Error::Superseded { term: writer.term, found })
             }
@@ -519,13 +526,13 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
     }
 
-    /// Looks for a boundary that has passed the position of a created or found object (rule 16, [check]). A writer that
-    /// stalled creates a deleted position again with success, and another one finds that object.
+    /// Checks that no boundary starts above `position`, at which an object was created or found (rule 16, [check]). If
+    /// one does, the position was deleted: a stalled process created it again.
     pub(super) async fn check_created(&mut self, position: u64) -> Result<()> {
         if !self.archive.rules.follow(Rule::Check) {
             return Ok(());
         }
-        self.look_for_boundary().await?;
+        self.find_newer_boundary().await?;
         if self.view.start > position {
             let term = self.writer.map_or(position, |writer| writer.term);
             return Err(Error::Superseded { term, found: ObjectKey::Bound(self.view.bound) });
@@ -533,7 +540,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(())
     }
 
-    /// Returns a draft as the object at the next position.
+    /// Returns the object that `draft` becomes at the next position.
     fn place(&self, draft: Draft, nonce: Nonce) -> LineObject {
         let view = &self.view;
         let term = self.term().unwrap_or(view.links.fence);
@@ -562,7 +569,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
     }
 
-    /// Returns the object for the next position, with the links of the view.
+    /// Returns an object for the next position that has the given contents and the links of the view.
     pub(super) fn next_object(
         &self,
         term: u64,
@@ -583,8 +590,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
     }
 
-    /// Makes the writer believe that parts are archived, as a directory would that remembers them. Only a process that
-    /// leaves out [`Rule::Dedup`] believes it.
+    /// Makes the writer treat `listed` as archived, like a directory that remembers archived parts. Has an effect only
+    /// if a test leaves out [`Rule::Dedup`].
     #[cfg(feature = "testing")]
     pub fn remember(&mut self, listed: Vec<DataRef>) {
         self.view.listings.insert(0, listed);
@@ -597,7 +604,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         newest.map_or(&[], Vec::as_slice)
     }
 
-    /// Returns true if the outcome of an append is not known yet. The next [`append_run`](Line::append_run) completes it.
+    /// Returns true if the outcome of an append is unknown. The next [`append_run`](Line::append_run) completes it.
     #[must_use]
     pub fn has_pending(&self) -> bool {
         self.pending.is_some()
@@ -614,7 +621,7 @@ enum Joined<F: Future> {
     Complete(F::Output),
 }
 
-/// Polls futures together until all are complete. Returns their outputs in order.
+/// Polls all futures concurrently until each one is complete. Returns their outputs in order.
 async fn join_all<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
     let mut joined: Vec<Joined<F>> = futures.map(|future| Joined::Running(Box::pin(future))).collect();
     poll_fn(|context| {

@@ -1,5 +1,5 @@
-//! Checking every object that a restore of the end and of the named snapshots needs, and going on after damage (rules
-//! 22 and 23).
+//! Reads and checks every object that a restore of the end and of the named snapshots needs, and continues after damage
+//! (rules 22 and 23).
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
@@ -14,18 +14,18 @@ use crate::object::{
     ObjectKey, Role, decode_data,
 };
 
-/// Number of boundaries that may pass an audit before it gives up.
+/// Number of attempts to audit the archive. Each failed attempt was overtaken by a boundary.
 const AUDIT_ATTEMPTS: u32 = 4;
-/// Maximum number of positions in a gap that are reported as missing.
+/// Maximum number of positions in one gap of a listing that are checked.
 const GAP_MAX: usize = 64;
 
 /// An object that is missing or invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{key}: {damage}")]
 pub struct DamagedObject {
-    /// The object.
+    /// Key of the object.
     pub key: ObjectKey,
-    /// The damage.
+    /// The kind of damage.
     pub damage: Damage,
 }
 
@@ -33,35 +33,35 @@ pub struct DamagedObject {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Audited {
-    /// All damage, in the order in which it was found.
+    /// Each damaged object, in the order in which it was found.
     pub damaged: Vec<DamagedObject>,
     /// Number of objects that were read completely.
     pub objects: u64,
-    /// Number of bytes of these objects.
+    /// Total length of these objects in bytes.
     pub bytes: u64,
-    /// Number of data objects that were left out because only a share was read.
+    /// Number of data objects that were skipped, because only a share was read.
     pub left_out: u64,
-    /// The last archived batch.
+    /// The last archived batch that was read.
     pub archived: BatchPoint,
 }
 
-/// Reads every object that a restore of the end needs, and compares all checksums: the copies of boundaries by which
-/// the newest one is found, the line from there to its end, the data objects of the newest manifest and of later
-/// runs, and the catalogs and data objects of the named snapshots that are kept. Continues after damage, so that the
-/// result lists all of it.
+/// Reads every object that a restore of the end needs, and checks all checksums. These objects are the copies of
+/// boundaries by which the newest boundary is found, the line from its start to the end, the data objects of the newest
+/// manifest and of later runs, and the catalogs and data objects of the kept named snapshots. Continues after damage,
+/// so that the result lists each damaged object.
 ///
-/// Of the data objects, the share `share` is read: each is chosen at random. Values of at least 1 choose all.
+/// `share` is the probability with which each data object is read. At 1 or above, all are read.
 ///
 /// # Errors
-/// Returns [`Error::Empty`] if the archive is empty, [`Error::Overtaken`] if boundaries pass faster than the archive can
-/// be read, and [`Error::Bucket`] if an object cannot be read for another reason than damage.
+/// Returns [`Error::Empty`] if the archive is empty, [`Error::Overtaken`] if a boundary overtook every attempt, and
+/// [`Error::Bucket`] if a request failed.
 pub async fn audit<B: Bucket, N: Nonces>(archive: Archive<'_, B, N>, share: f64) -> Result<Audited> {
     let mut overtaken = Error::Empty;
     for _ in 0..AUDIT_ATTEMPTS {
         let mut audit = Audit::new(archive, share);
         audit.read().await?;
         let position = audit.lowest;
-        // [rcheck] In a hole, objects are missing, and a stalled writer may have created others.
+        // [rcheck] If the range that was read has become a hole, missing or foreign objects in it are not damage.
         let is_overtaken = match audit.line.is_overtaken(position).await {
             Err(Error::Damaged { .. } | Error::IdentityMismatch { .. }) => false,
             passed => passed?,
@@ -74,19 +74,19 @@ pub async fn audit<B: Bucket, N: Nonces>(archive: Archive<'_, B, N>, share: f64)
     Err(overtaken)
 }
 
-/// An audit while it reads.
+/// The progress of an audit.
 struct Audit<'a, B, N> {
     line: Line<'a, B, N>,
     share: f64,
     audited: Audited,
-    /// The lowest position of the line that is read.
+    /// The lowest position of the line that is checked.
     lowest: u64,
-    /// The last intact object at the position before, with its nonce and last batch.
+    /// Position, nonce and last archived batch of the previous object, if it is intact.
     before: Option<(u64, Nonce, BatchPoint)>,
-    /// Links of the object after the last intact one.
+    /// Links for the object after the last intact one.
     links: Links,
     manifests: BTreeMap<u64, Manifest>,
-    /// Lists of data objects of runs and manifests, by position.
+    /// Lists of data objects of runs, manifests and catalogs, by position.
     lists: BTreeMap<u64, (Kind, Vec<DataRef>)>,
 }
 
@@ -134,7 +134,7 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
         self.read_data(newest, &named).await
     }
 
-    /// Reads the catalogs below the line. Returns the positions of the catalogs of all kept snapshots.
+    /// Reads the catalogs that are below the line. Returns the positions of the catalogs of all kept snapshots.
     async fn named(&mut self) -> Result<Vec<u64>> {
         let mut positions = Vec::new();
         for kept in self.line.view.catalog.clone() {
@@ -170,7 +170,8 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
         Ok(found)
     }
 
-    /// Reads the copies of boundaries that a search for the newest one reads. Returns false if the newest one is damaged.
+    /// Reads the copies of boundaries that a search for the newest one reads. Returns false if the copy of the newest
+    /// boundary is damaged.
     async fn read_bounds(&mut self) -> Result<bool> {
         let (mut low, mut step) = (0, 1);
         while self.read_bound(low + step).await? {
@@ -182,7 +183,7 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
             let middle = low + (high - low) / 2;
             if self.read_bound(middle).await? { low = middle } else { high = middle }
         }
-        // If one is missing, the search ends below it. Only a listing shows that.
+        // If a copy is missing, the search ends below it. Only a listing shows that there are more.
         for number in above(low, &self.listed(Folder::Bound).await?) {
             if !self.read_bound(number).await? {
                 self.note(ObjectKey::Bound(number), Damage::Missing);
@@ -192,7 +193,7 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
         Ok(self.line.view.bound == low)
     }
 
-    /// Returns the numbers of the objects in a folder, sorted. They may be out of date.
+    /// Returns the sorted numbers of the objects that a listing of `folder` contains. The listing may be out of date.
     async fn listed(&self, folder: Folder) -> Result<Vec<u64>> {
         let names = self.line.list(folder).await?;
         let number = |name: &String| match ObjectKey::parse(name)? {
@@ -204,18 +205,19 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
         Ok(numbers)
     }
 
-    /// Reads the copy of a boundary. Returns false if it does not exist.
+    /// Reads and checks the copy of a boundary. Returns false if it does not exist.
     async fn read_bound(&mut self, number: u64) -> Result<bool> {
         let key = ObjectKey::Bound(number);
         let Some(bytes) = self.get(key).await? else { return Ok(false) };
         match Bound::decode(&bytes, number, self.line.view.store) {
-            Ok(bound) => self.line.learn_bound(&bound),
+            Ok(bound) => self.line.apply_bound(&bound),
             Err(defect) => self.note(key, Damage::Bytes(defect)),
         }
         Ok(true)
     }
 
-    /// Returns the positions to read: those that a search for the end finds, and later ones of a listing.
+    /// Returns the positions to check: the range up to the end that a search finds, and later positions that a listing
+    /// contains.
     async fn window(&mut self, is_start_known: bool) -> Result<(Range<u64>, Vec<u64>)> {
         let start = self.line.view.start;
         let mut listed = self.listed(Folder::Line).await?;
@@ -229,11 +231,11 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
         if self.line.exists(ObjectKey::Line(start)).await? {
             last = self.line.end_after(start).await?;
         }
-        // If an object is missing, the search ends below it. Only a listing shows that.
+        // If an object is missing, the search ends below it. Only a listing shows that there are more.
         Ok((start..last + 1, above(last, &listed)))
     }
 
-    /// Reads the object at a position of the line.
+    /// Reads and checks the object at a position of the line.
     async fn read_line(&mut self, position: u64) -> Result<()> {
         let key = ObjectKey::Line(position);
         let before = self.before.take().filter(|(at, ..)| at + 1 == position);
@@ -284,7 +286,8 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
         Ok(())
     }
 
-    /// Reads the data objects that a restore reads. `named` contains the positions of the catalogs of kept snapshots.
+    /// Reads and checks the data objects that a restore needs. `named` contains the positions of the catalogs of kept
+    /// snapshots.
     async fn read_data(&mut self, newest: Option<(u64, Manifest)>, named: &[u64]) -> Result<()> {
         let Some(store) = self.line.view.store else { return Ok(()) };
         let (position, lowest) = newest.map_or((0, 0), |(position, manifest)| (position, manifest.start));
@@ -327,7 +330,7 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
         Ok(())
     }
 
-    /// Returns true with the probability of the share.
+    /// Returns true with probability `share`.
     fn is_chosen(&self) -> bool {
         if self.share >= 1.0 {
             return true;
@@ -338,7 +341,8 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
     }
 }
 
-/// Returns the sorted numbers above `last`, and numbers that are missing among them.
+/// Returns the numbers in the sorted slice `listed` that are above `last`, and up to `GAP_MAX` missing numbers before
+/// each.
 fn above(mut last: u64, listed: &[u64]) -> Vec<u64> {
     let mut found = Vec::new();
     let start = listed.partition_point(|number| *number <= last);

@@ -1,8 +1,13 @@
-//! Deleting: boundaries, their copies, and sweeps (rules 14, 15 and 17 to 20).
+//! Appends boundaries, copies them to `bound/`, and deletes the objects that they release (rules 14, 15 and 17 to 20).
+//!
+//! A *boundary* is a line object that states a lower end of the line, its start. It releases the objects below the
+//! start, except the catalogs of the named snapshots that it lists, and the data objects that no remaining object
+//! lists. A *sweep* deletes released objects. It runs one boundary late: after boundary *k* was appended, the objects
+//! that boundary *k* - 1 released are deleted, so that a reader which started before boundary *k* still finds them.
 
 use std::collections::{BTreeSet, HashSet};
 
-use super::append::{Draft, Settled};
+use super::append::{AppendOutcome, Draft};
 use super::request::Known;
 use super::{Line, Nonces};
 use crate::bucket::Bucket;
@@ -12,21 +17,22 @@ use crate::object::{
 };
 use crate::rules::Rule;
 
-/// Proof that every part of a manifest is stored as the manifest states (rule 18).
+/// Proof that every part of a manifest is stored as the manifest states (rule 18). Required by [`prune`](Line::prune).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Verified {
     manifest: u64,
 }
 
 impl Verified {
-    /// The caller states that the server compared the checksum of every part with its bytes when the part was uploaded.
+    /// Creates the proof for the manifest at a position. The caller states that the server compared every part with its
+    /// checksum when the part was uploaded.
     #[must_use]
     pub fn by_server(manifest: u64) -> Self {
         Self { manifest }
     }
 }
 
-/// The parts of a manifest that are not read back yet (rule 18).
+/// The progress of reading back a manifest: the parts that are left (rule 18).
 #[derive(Clone, Debug)]
 pub struct Verification {
     manifest: u64,
@@ -36,20 +42,20 @@ pub struct Verification {
 /// The result of a prune.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pruned {
-    /// Nothing can be deleted: a boundary at or above the newest manifest's start exists, or there is no manifest.
+    /// Nothing was released: there is no manifest, or a boundary starts at or above the start of the newest manifest.
     Nothing,
-    /// A boundary was appended, and the one before it was carried out.
+    /// A boundary was appended, and the objects that the previous boundary released were deleted.
     Boundary {
         /// Number of the new boundary.
         number: u64,
-        /// The lowest position that it keeps.
+        /// The lowest position that the new boundary keeps.
         start: u64,
-        /// What was deleted.
+        /// Number of deleted objects.
         swept: Swept,
     },
 }
 
-/// What a prune would do.
+/// The changes that a prune would make.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PrunePlan {
@@ -57,23 +63,25 @@ pub struct PrunePlan {
     pub number: u64,
     /// The lowest position that the boundary would keep.
     pub start: u64,
-    /// Objects that would be deleted: those that the boundary before it has passed.
+    /// Keys of the objects that would be deleted: those that the newest existing boundary released.
     pub deletes: Vec<ObjectKey>,
 }
 
-/// Counts of a sweep.
+/// The number of objects that a sweep deleted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Swept {
     /// Number of deleted line objects.
     pub line_objects: u64,
     /// Number of deleted data objects.
     pub data_objects: u64,
-    /// Number of deletes that the bucket refused. The next sweep repeats them; they block nothing.
+    /// Number of deletes that the bucket rejected. The sweep continues after a rejected delete, and the next sweep
+    /// repeats it.
     pub refused: u64,
 }
 
 impl<B: Bucket, N: Nonces> Line<'_, B, N> {
-    /// Reads back every part of the newest manifest (rule 18). Returns `None` if there is no manifest.
+    /// Reads back every part of the newest manifest, and returns a proof that all are intact (rule 18). Returns `None`
+    /// if there is no manifest.
     ///
     /// # Errors
     /// Returns [`Error::Damaged`] if a part is missing or invalid.
@@ -86,8 +94,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
     }
 
-    /// Begins to read back the newest manifest part by part, except parts that this handle has read back for earlier
-    /// manifests. Returns `None` if there is no manifest.
+    /// Starts reading back the newest manifest part by part. Skips parts that this handle has already read back for an
+    /// earlier manifest. Returns `None` if there is no manifest.
     #[must_use]
     pub fn verification(&mut self) -> Option<Verification> {
         let (manifest, _) = self.view.manifest?;
@@ -98,8 +106,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Some(Verification { manifest, left })
     }
 
-    /// Reads back a part. Returns the proof once all parts were read, and `None` before. Other objects may be appended in
-    /// between.
+    /// Reads back one part. Returns `None` while parts are left, and then the proof. Other objects may be appended
+    /// between two calls.
     ///
     /// # Errors
     /// Returns the errors of [`verify_manifest`](Line::verify_manifest).
@@ -112,19 +120,21 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(None)
     }
 
-    /// Returns the position of the newest manifest.
+    /// Returns the position of the newest manifest, or `None` if there is none.
     #[must_use]
     pub fn newest_manifest(&self) -> Option<u64> {
         self.view.manifest.map(|(position, _)| position)
     }
 
-    /// Appends a boundary at the start of the newest manifest, and deletes the objects below the boundary before it.
-    /// The named snapshots of the newest catalog are kept. A process without a fence may call this, too, after
-    /// [`find`](Line::find).
+    /// Appends a boundary that starts at the start of the newest manifest, and deletes the objects that the previous
+    /// boundary released. The boundary keeps the named snapshots of the newest catalog. A process without a fence may
+    /// also call this, after [`find`](Line::find).
+    ///
+    /// Returns [`Pruned::Nothing`] if there is nothing to release, or if `verified` belongs to another manifest.
     ///
     /// # Errors
-    /// Returns [`Error::Busy`] if a writer appended meanwhile and this process has no fence, and the errors of
-    /// [`append_run`](Line::append_run).
+    /// Returns [`Error::AppendPending`] if an earlier append is not complete, [`Error::Busy`] if this process has no
+    /// fence and a writer appended concurrently, and the errors of [`append_run`](Line::append_run).
     pub async fn prune(&mut self, verified: Verified) -> Result<Pruned> {
         if self.has_pending() {
             return Err(Error::AppendPending);
@@ -143,15 +153,16 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             return Ok(Pruned::Nothing);
         };
         self.complete_boundaries().await?;
-        // [lag] Deletes lag one boundary behind, so that a reader has a whole interval (rule 19).
+        // [lag] Deletes lag one boundary behind: a reader has the time until the next boundary to finish (rule 19).
         let lags = self.archive.rules.follow(Rule::Lag);
-        let swept =
-            self.carry_out(if lags { number - 1 } else { number }, if lags { before } else { start }).await?;
+        let swept = self
+            .sweep_boundary(if lags { number - 1 } else { number }, if lags { before } else { start })
+            .await?;
         Ok(Pruned::Boundary { number, start, swept })
     }
 
-    /// Returns what [`prune`](Line::prune) would do, or `None` if nothing can be deleted. Changes nothing. Call
-    /// [`find`](Line::find) first.
+    /// Returns the changes that [`prune`](Line::prune) would make, or `None` if it would make none. Changes nothing.
+    /// Call [`find`](Line::find) first.
     ///
     /// # Errors
     /// Returns [`Error::Damaged`] or [`Error::Bucket`] if an object cannot be read.
@@ -178,28 +189,30 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(Some(plan))
     }
 
-    /// Returns the position at which a boundary over a manifest lies: the run that holds its `redo` (rule 17, [redo]).
+    /// Returns the start of a boundary over a manifest: the position of the run that contains its `redo` (rule 17,
+    /// [redo]).
     fn boundary_start(&self, position: u64, manifest: &Manifest) -> u64 {
         if self.archive.rules.follow(Rule::Redo) { manifest.start } else { position }
     }
 
-    /// Appends a boundary (rule 14, [bline]). Returns its number, or `None` if another boundary reached its start.
+    /// Appends a boundary (rule 14, [bline]). Returns its number, or `None` if another boundary starts at or above
+    /// `start`.
     async fn append_boundary(&mut self, start: u64, manifest: u64) -> Result<Option<u64>> {
         let fence = self.fence_below(start).await?;
         let snapshots = self.view.catalog.clone();
         let number = self.view.bound + 1;
         let boundary = Boundary { number, start, manifest, fence, snapshots };
         if !self.archive.rules.follow(Rule::BLine) {
-            self.copy_unordered(&boundary).await?;
+            self.copy_to_free_number(&boundary).await?;
             return Ok(Some(self.view.bound));
         }
         self.set_pending(Draft::Boundary(boundary.clone()));
-        let Settled::Appended(appended) = self.settle(None).await? else { return Ok(None) };
-        // The number of this boundary. The check after its create may have found newer ones already.
+        let AppendOutcome::Appended(appended) = self.create_pending(None).await? else { return Ok(None) };
+        // The number that this boundary was given. The check after its create may already have found newer boundaries.
         let own = self.view.boundaries.get(&appended.position).map(|object| Bound { object: object.clone() });
         let number = own.map_or(self.view.boundary_number, |bound| bound.number());
         if !self.archive.rules.follow(Rule::BComp) {
-            self.copy_unordered(&boundary).await?;
+            self.copy_to_free_number(&boundary).await?;
         }
         Ok(Some(number))
     }
@@ -221,7 +234,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             };
             return Ok(Some(KeptFence { position, nonce, content }));
         }
-        // The copy of a boundary may be missing, if its writer stopped between the two creates.
+        // The copy of a boundary may be missing if its writer stopped between the two creates.
         if let Some(Content::Boundary(boundary)) =
             self.view.boundaries.values().next_back().map(|object| &object.content)
         {
@@ -231,11 +244,11 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(bound.and_then(|bound| bound.boundary().and_then(|boundary| boundary.fence.clone())))
     }
 
-    /// Creates the missing copies of the boundaries of the line that this process met (rule 15, [bcomp]). Equal
-    /// boundaries have equal copies, so that it does not matter which process creates a copy.
+    /// Creates the missing copies of the boundaries that this process found on the line (rule 15, [bcomp]). All
+    /// processes create the same bytes, so it does not matter which one is first.
     ///
     /// # Errors
-    /// Returns [`Error::Superseded`] if a number belongs to another boundary.
+    /// Returns [`Error::Superseded`] if the copy with this number is that of another boundary.
     pub(super) async fn complete_boundaries(&mut self) -> Result<()> {
         let rules = self.archive.rules;
         if !rules.follow(Rule::BComp) || !rules.follow(Rule::Chain) {
@@ -264,8 +277,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(())
     }
 
-    /// Creates a copy of a boundary under the first free number, as the rules [bcomp] and [bline] forbid.
-    async fn copy_unordered(&mut self, boundary: &Boundary) -> Result<()> {
+    /// Copies a boundary to the first free number, for a test that leaves out the rule [bcomp] or [bline].
+    async fn copy_to_free_number(&mut self, boundary: &Boundary) -> Result<()> {
         if !self.archive.rules.follow(Rule::Chain) {
             return Ok(());
         }
@@ -289,16 +302,17 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(())
     }
 
-    /// Carries out boundary `number`: deletes the objects that only it and earlier boundaries pass. `start_known` is its
-    /// start if its copy cannot be read, because a test leaves out the copies.
-    async fn carry_out(&mut self, number: u64, start_known: u64) -> Result<Swept> {
+    /// Deletes the objects that boundary `number` released. `start_known` is the start of the boundary, for a test that
+    /// leaves out the copies.
+    async fn sweep_boundary(&mut self, number: u64, start_known: u64) -> Result<Swept> {
         if number == 0 {
             return Ok(Swept::default());
         }
         if !self.archive.rules.follow(Rule::Chain) {
             return self.sweep(start_known, 1, &self.view.catalog.clone()).await;
         }
-        // [exact] The boundary that the sweep names, not a newer one: this process has not read the line up to that one.
+        // [exact] Applies the boundary with this number, not a newer one: this process has not read the line up to a
+        // newer one.
         let (start, kept) = if self.archive.rules.follow(Rule::Exact) {
             self.boundary_of(number).await?
         } else {
@@ -313,13 +327,13 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         self.boundary_of(number).await.map(|(start, _)| start)
     }
 
-    /// Returns the start of a boundary, and the snapshots that it keeps.
+    /// Returns the start of a boundary and the named snapshots that it keeps.
     async fn boundary_of(&mut self, number: u64) -> Result<(u64, Vec<KeptSnapshot>)> {
         let of = |boundary: &Boundary| (boundary.start, boundary.snapshots.clone());
         if let Some(bound) = self.get_bound(number).await? {
             return Ok(bound.boundary().map(of).unwrap_or_default());
         }
-        // The writer of the boundary stopped before it created the copy.
+        // The writer of the boundary may have stopped before it created the copy.
         let mut met = self.view.boundaries.values().filter_map(|object| match &object.content {
             Content::Boundary(boundary) if boundary.number == number => Some(of(boundary)),
             _ => None,
@@ -327,13 +341,13 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         met.next().ok_or_else(|| Error::missing(ObjectKey::Bound(number)))
     }
 
-    /// Deletes line objects below `start` except the catalogs of `kept`, and data that no object from `start` on and no
-    /// such catalog lists. `before` is the start of the boundary that earlier sweeps carried out.
+    /// Deletes the line objects below `start` except the catalogs of `kept`, and the data objects that neither these
+    /// catalogs nor the objects from `start` on list. Earlier sweeps deleted the objects below `before`.
     ///
-    /// The caller has read the line from `start` to a boundary above it. Later objects list only data that these
-    /// objects list, or data with new keys (rules 11 and 12).
+    /// The caller must have read the line from `start` up to a boundary above it. Objects appended later list only data
+    /// that these objects list, or data with new keys (rules 11 and 12).
     async fn sweep(&mut self, start: u64, before: u64, kept: &[KeptSnapshot]) -> Result<Swept> {
-        // [names] Named snapshots stay (rule 17).
+        // [names] The named snapshots of the boundary are kept (rule 17).
         let kept = if self.archive.rules.follow(Rule::Names) { kept } else { &[] };
         let positions = self.positions_below(start, before, kept).await?;
         let left: Vec<u64> = positions.iter().copied().filter(|position| *position < before).collect();
@@ -343,7 +357,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let deleted = self.delete(ObjectKey::Data(key)).await;
             *if deleted { &mut swept.data_objects } else { &mut swept.refused } += 1;
         }
-        // Data first: the lists of a sweep that ends early are still there for the next one.
+        // Line objects are deleted last: after an interrupted sweep, the next one still needs their lists.
         for position in positions {
             let deleted = self.delete(ObjectKey::Line(position)).await;
             *if deleted { &mut swept.line_objects } else { &mut swept.refused } += 1;
@@ -355,10 +369,12 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(swept)
     }
 
-    /// Returns data objects that no object from `start` on and no catalog of `kept` lists, sorted. Returns `None` if
-    /// there is no object at `start`, or if a catalog of `kept` is missing or damaged: then nothing may be deleted,
-    /// because newer objects may share its data. Objects at the positions `left`, which were kept so far, may be
+    /// Returns the sorted keys of the data objects that no object from `start` on and no catalog of `kept` lists. Also
+    /// reads the lists of the objects at the positions `left`, which earlier sweeps did not delete; they may be
     /// missing.
+    ///
+    /// Returns `None` if nothing may be deleted: the object at `start` is missing, or a catalog of `kept` is missing or
+    /// damaged, so that it is unknown which data it shares with other objects.
     async fn dead_data(
         &self,
         start: u64,
@@ -379,7 +395,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         let mut dead: HashSet<DataKey> = HashSet::new();
         let mut position = first.links.listing;
         while position > 0 {
-            // A missing object was deleted by an earlier sweep, after its data.
+            // An earlier sweep deleted this object, and before that the data objects that it listed.
             let Some(object) = self.get_line(position).await? else { break };
             dead.extend(object.data.iter().map(|entry| entry.key).filter(|key| !kept.contains(key)));
             position = object.links.listing;
@@ -387,7 +403,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         for position in left {
             let listed = match self.get_line(*position).await {
                 Ok(found) => found.map_or_else(Vec::new, |object| object.data),
-                // In a hole, a stalled opener of another store may have created an object.
+                // A hole may contain the object of a stalled process of another store.
                 Err(Error::Damaged { .. }) => Vec::new(),
                 Err(error) => return Err(error),
             };
@@ -399,8 +415,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(Some(dead))
     }
 
-    /// Returns data objects that no kept object lists and whose writer is superseded (rule 20, [unnamed]). A listing may
-    /// lack objects, and the next sweep finds those.
+    /// Returns the keys of data objects that no kept object lists and whose writer is superseded (rule 20, [unnamed]).
+    /// Objects that the listing does not contain yet are found by a later sweep.
     async fn unlisted(&self, kept: &HashSet<DataKey>) -> Result<Vec<DataKey>> {
         let rules = self.archive.rules;
         if !rules.follow(Rule::UKeys) {
@@ -418,8 +434,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(unlisted)
     }
 
-    /// Returns the positions of line objects to delete: those that earlier sweeps left, and those from `before` on. The
-    /// catalogs of `kept` stay.
+    /// Returns the sorted positions of the line objects to delete: those below `before` that the bucket still lists,
+    /// and all from `before` up to `start`. Excludes the catalogs of `kept`.
     async fn positions_below(&self, start: u64, before: u64, kept: &[KeptSnapshot]) -> Result<Vec<u64>> {
         let names = self.list(Folder::Line).await?;
         let left = names.iter().filter_map(|name| match ObjectKey::parse(name) {

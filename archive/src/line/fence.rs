@@ -1,4 +1,4 @@
-//! Beginning a term: claims, lineage, and fences (rules 4, 5 and 29).
+//! Starts a term: claims, lineage checks and fences (rules 4, 5 and 29).
 
 use remanent_format::Incarnation;
 
@@ -10,26 +10,28 @@ use crate::local::{FenceRecord, LocalStore};
 use crate::object::{BatchPoint, Content, Fence, KeptSnapshot, LineObject, Nonce, ObjectKey, predecessor};
 use crate::rules::Rule;
 
-/// Number of recorded fences beyond which the oldest one of unknown outcome is forgotten.
+/// Maximum number of recorded fences. Beyond it, the oldest record of unknown outcome is dropped.
 const FENCES_MAX: usize = 256;
 
-/// Whether a directory may fence an archive whose newest fence it did not create.
+/// Whether a directory may create a fence if it has no record of the newest one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Takeover {
-    /// The directory must have created the newest fence.
+    /// Reject the directory unless it recorded the newest fence and knows the named snapshots of the archive.
     Refused,
-    /// The maker of the newest fence is gone for good. The lineage of batches is checked in any case.
+    /// Accept the directory: the user states that the writer of the newest fence will never return. The last archived
+    /// batch must still be in the history of the directory.
     Permitted,
 }
 
 impl<B: Bucket, N: Nonces> Line<'_, B, N> {
-    /// Begins a term with a fence, before anything is uploaded (rule 4). Call [`find`](Line::find) first, and
+    /// Starts a term: creates a fence, before anything is uploaded (rule 4). Call [`find`](Line::find) first, and call
     /// [`check_lineage`](Line::check_lineage) before the directory publishes its new opening.
     ///
     /// # Errors
     /// Returns the errors of [`check_lineage`](Line::check_lineage) with nothing changed, [`Error::Superseded`] if
-    /// another writer was faster, and [`Error::Unknown`] if the bucket cannot be reached any more. If a term began
-    /// nevertheless, the next append completes what is left.
+    /// another writer created a fence first, and [`Error::Unknown`] if the bucket can no longer be reached. If
+    /// [`term`](Line::term) returns a value after an error, the term has started, and the next append completes the
+    /// rest.
     pub async fn fence<L: LocalStore>(&mut self, local: &mut L, takeover: Takeover) -> Result<()> {
         self.check_lineage(local, takeover)?;
         self.fence_at(local, takeover, None).await?;
@@ -38,11 +40,12 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         if known.len() == self.view.catalog.len() || !self.archive.rules.follow(Rule::Fence) {
             return Ok(());
         }
-        // The takeover gives up these names before the directory can use the numbers of their files again.
+        // After a takeover, unknown names are removed before the directory can reuse the numbers of their files.
         self.record_catalog(known).await
     }
 
-    /// Creates the fence of a directory whose lineage was checked. `cut` is the last batch that the line keeps (rule 8).
+    /// Creates the fence of a directory whose lineage was checked. If `cut` is set, the fence cuts the line at this
+    /// batch (rule 8).
     pub(super) async fn fence_at<L: LocalStore>(
         &mut self,
         local: &mut L,
@@ -55,12 +58,14 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             return Ok(());
         }
         let nonce = loop {
-            // A repeated call sends the same bytes to the same position (rules 2 and 3): until then, its fence is in doubt.
+            // A repeated call must send the same bytes to the same position, because an earlier create may still take
+            // effect (rules 2 and 3).
             let tried = self.tried_fence.filter(|(position, _)| *position == self.view.next);
             let nonce = tried.map_or_else(|| self.archive.nonces.draw(), |(_, nonce)| nonce);
             self.tried_fence = Some((self.view.next, nonce));
             let object = self.fence_object(local, nonce, cut);
-            // The nonce is durable before it is used: otherwise a crash leaves a fence that the directory does not know.
+            // The nonce is made durable before it is used. Otherwise, after a crash, the directory would not recognize
+            // its own fence.
             record_fence(local, FenceRecord { position: object.position, nonce, is_confirmed: false })?;
             if self.create_fence(&object).await? {
                 break nonce;
@@ -71,26 +76,28 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
                     found: ObjectKey::Line(object.position),
                 });
             }
-            // Another object took the position: the line has changed, and the lineage is checked again (rule 5).
+            // Another object took the position, so the line has changed. The lineage is checked again (rule 5).
             self.check_lineage(local, takeover)?;
         };
         let term = self.view.links.fence;
         self.check_created(term).await?;
         local.record_fences(&[FenceRecord { position: term, nonce, is_confirmed: true }])?;
         self.complete_boundaries().await?;
-        // Only now may this process append: a call that failed before is repeated, with another fence.
+        // This process may append only from here on. After an earlier error, the caller repeats the call.
         self.writer = Some(Writer { term, random: local.random(), data_objects: 0 });
         Ok(())
     }
 
-    /// Begins a term without a directory: creates a fence without openings. The caller then reads the state up to the
-    /// fence, restores it, and calls [`fence`](Line::fence). Reading first would lose every race to a busy writer.
+    /// Starts a restore, which has no directory yet: creates a fence without openings. The caller then reads the state
+    /// up to the fence, restores it, and calls [`fence`](Line::fence). If it read the state first, a busy writer would
+    /// always append before the fence is created.
     ///
-    /// `nonce` is durable in the directory that is being restored. It serves for every position that is tried: where
-    /// another object was found, this fence can never appear. Returns the record of the fence, which the directory keeps.
+    /// `nonce` must be durable in the directory that is being restored. The same nonce is used at every position that
+    /// is tried, because this fence can never appear where another object was found. Returns the record of the fence,
+    /// which the caller stores in the directory.
     ///
     /// # Errors
-    /// Returns [`Error::Empty`] if there is nothing to restore, and the errors of [`fence`](Line::fence).
+    /// Returns [`Error::Empty`] if the archive contains no fence, and the errors of [`fence`](Line::fence).
     pub async fn claim(&mut self, nonce: Nonce) -> Result<FenceRecord> {
         loop {
             let Some(newest) = &self.view.fence else { return Err(Error::Empty) };
@@ -104,13 +111,14 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
     }
 
-    /// Creates a fence at the next position. Returns false if another object is there, which is absorbed.
+    /// Creates a fence at the next position. If the position is taken by another object, applies that object to the
+    /// view and returns false.
     async fn create_fence(&mut self, object: &LineObject) -> Result<bool> {
         let key = ObjectKey::Line(object.position);
         let bytes = object.encode().map_err(|source| Error::TooLarge { key, source })?;
         match self.create(key, &bytes, object.nonce).await? {
             Known::Ours => {
-                self.view.absorb(object)?;
+                self.view.apply(object)?;
                 Ok(true)
             }
             Known::Others(bytes) => {
@@ -119,8 +127,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
                 if other.store != object.store {
                     return Err(Error::IdentityMismatch { found: other.store, expected: object.store });
                 }
-                if let Err(error) = self.view.absorb(&other) {
-                    self.check_created(object.position).await?; // In a hole, objects of stalled openers do not fit.
+                if let Err(error) = self.view.apply(&other) {
+                    self.check_created(object.position).await?; // A hole may contain objects of stalled processes.
                     return Err(error);
                 }
                 Ok(false)
@@ -149,8 +157,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         object
     }
 
-    /// Checks that the archive's end is in the history of the directory (rule 5), and that the archive is this store's
-    /// and has not lost objects (rule 29).
+    /// Checks that the last archived batch is in the history of the directory (rule 5), that the archive belongs to
+    /// this store, and that it has not lost objects (rule 29).
     ///
     /// # Errors
     /// Returns [`Error::Diverged`], [`Error::ArchiveLost`] or [`Error::IdentityMismatch`]. Nothing was changed.
@@ -170,7 +178,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         if self.archive.rules.follow(Rule::Lineage) {
             let newest = self.view.fence.as_ref().map(|fence| fence.nonce);
             let is_known = newest.is_none_or(|nonce| fences.iter().any(|record| record.nonce == nonce));
-            // Without fences there is nothing to know: a test then relies on the batches alone.
+            // If a test leaves out fences, no nonce is recorded, and the check relies on the batches alone.
             if !is_known && takeover == Takeover::Refused && self.archive.rules.follow(Rule::Fence) {
                 return Err(diverged(Divergence::UnknownFence));
             }
@@ -184,7 +192,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
                 return Err(diverged(Divergence::NotOnLine));
             }
         }
-        // [pred] An older copy of the directory can read the last archived batches without a mark. Its opening drops them.
+        // [pred] An older copy of a directory may contain the last archived batches without a mark that proves them.
+        // Its next opening drops these batches.
         if self.archive.rules.follow(Rule::Pred) && !is_proven(local, &archived) {
             return Err(diverged(Divergence::Unproven));
         }
@@ -192,8 +201,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     }
 }
 
-/// Returns true if no opening of the directory drops `archived`: the opening after its incarnation states a predecessor at
-/// or above it.
+/// Returns true if the directory keeps batch `archived`: no opening follows its incarnation, or the next one has a
+/// predecessor at or above the batch.
 fn is_proven<L: LocalStore>(local: &L, archived: &BatchPoint) -> bool {
     let after = |incarnation: Incarnation| incarnation.number > archived.incarnation.number;
     let openings = local.openings();
@@ -202,20 +211,20 @@ fn is_proven<L: LocalStore>(local: &L, archived: &BatchPoint) -> bool {
     next.is_none_or(|header| predecessor(header).lsn >= archived.lsn)
 }
 
-/// Returns the lowest predecessor of a fence's openings, if one is below the archived end.
+/// Returns the lowest predecessor of the openings in a fence, if it is below the last archived batch.
 fn lowest_predecessor(object: &LineObject) -> Option<BatchPoint> {
     let Content::Fence(fence) = &object.content else { return None };
     let lowest = fence.openings.iter().map(predecessor).min_by_key(|point| point.lsn);
     lowest.filter(|point| point.lsn < object.archived.lsn)
 }
 
-/// Adds a record of a fence. Records of positions that other objects took are dropped.
+/// Adds the record of a fence. Drops unconfirmed records of lower positions, which other objects took.
 fn record_fence<L: LocalStore>(local: &mut L, record: FenceRecord) -> Result<()> {
     let mut fences = local.fences();
     fences.retain(|known| known.is_confirmed || known.position >= record.position);
     fences.retain(|known| *known != record);
     fences.push(record);
-    // Without the record of a fence that was created after all, the directory needs a takeover.
+    // If the fence of a dropped record was created after all, the directory needs a takeover.
     while fences.len() > FENCES_MAX
         && let Some(oldest) = fences.iter().position(|known| !known.is_confirmed)
     {

@@ -1,4 +1,4 @@
-//! Finding the newest boundary and the end of the line by GET.
+//! Finds the newest boundary and the end of the line by GET (rules 15 and 22).
 
 use super::view::View;
 use super::{Line, Nonces};
@@ -7,30 +7,29 @@ use crate::error::{Error, Result};
 use crate::object::{Bound, Content, DataRef, Folder, Hint, KeptFence, KeptSnapshot, LineObject, ObjectKey};
 use crate::rules::Rule;
 
-/// Number of boundaries that may pass a reader before it gives up.
+/// Number of attempts to find the end. Each failed attempt was overtaken by a boundary.
 const FIND_ATTEMPTS: u32 = 12;
 
-/// The lists of data objects that a find reads.
+/// Determines which lists of data objects are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lists {
-    /// All lists that are kept. A writer needs them.
+    /// Every kept list. A writer needs them all.
     All,
-    /// Only that of the newest manifest, so that the number of requests does not depend on the number of objects.
+    /// Only the list of the newest manifest, so that the number of requests does not depend on the number of objects.
     OfManifest,
 }
 
 impl<B: Bucket, N: Nonces> Line<'_, B, N> {
-    /// Finds the end of the line, and reads back to the newest manifest and to all lists of data objects that are kept
-    /// (rule 22).
+    /// Finds the end of the line. Also reads the newest manifest and every kept list of data objects (rule 22).
     ///
     /// # Errors
-    /// Returns [`Error::Overtaken`] if boundaries pass faster than the line can be read, [`Error::Damaged`] if an object
-    /// is missing or invalid, and [`Error::Bucket`] if the bucket cannot be reached.
+    /// Returns [`Error::Overtaken`] if a boundary overtook every attempt, [`Error::Damaged`] if an object is missing or
+    /// invalid, and [`Error::Bucket`] if the bucket cannot be reached.
     pub async fn find(&mut self) -> Result<()> {
         self.find_with(Lists::All).await
     }
 
-    /// Finds the end of the line, and reads back to the newest manifest and to some lists of data objects.
+    /// Finds the end of the line. Also reads the newest manifest and the given lists of data objects.
     pub(super) async fn find_with(&mut self, lists: Lists) -> Result<()> {
         let hint = self.hint().await;
         for _ in 0..FIND_ATTEMPTS {
@@ -47,9 +46,9 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             if !self.archive.rules.follow(Rule::RCheck) {
                 return Ok(());
             }
-            // [rcheck] In a hole, the last object that was read is not the end.
+            // [rcheck] If the range has become a hole, the last object that was read is not the end.
             let known = self.view.bound;
-            self.look_for_boundary().await?;
+            self.find_newer_boundary().await?;
             if self.view.bound == known || self.newest_bound_start(known).await? <= start {
                 return Ok(());
             }
@@ -57,7 +56,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Err(Error::Overtaken { position: self.view.start })
     }
 
-    /// Returns the start of the newest boundary that was found by GET, if it is above `known`.
+    /// Returns the start of the newest boundary that was found by GET if its number is above `known`, and 0 otherwise.
     async fn newest_bound_start(&self, known: u64) -> Result<u64> {
         if self.view.bound <= known {
             return Ok(0);
@@ -66,13 +65,14 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(bound.as_ref().and_then(Bound::boundary).map_or(0, |boundary| boundary.start))
     }
 
-    /// Returns the hint. It saves round trips and decides nothing, so that an invalid or unreadable hint is no error.
+    /// Returns the hint, or `None` if it is missing, invalid or unreadable. A hint only saves requests.
     async fn hint(&self) -> Option<Hint> {
         let bytes = self.archive.bucket.get(ObjectKey::Newest, None).await.ok()??;
         Hint::decode(&bytes, self.view.store).ok()
     }
 
-    /// Finds the newest boundary by doubling (rule 15, [chain]). `hint` is a number to start from.
+    /// Finds the newest boundary by an exponential and then a binary search (rule 15, [chain]). The search starts at
+    /// number `hint` if that boundary exists.
     async fn newest_boundary(&mut self, hint: u64) -> Result<()> {
         if !self.archive.rules.follow(Rule::Chain) {
             return Ok(());
@@ -88,7 +88,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             newest = Some(bound);
             step *= 2;
         }
-        // `low` exists, `high` did not.
+        // `low` exists (or is the initial number), `high` does not.
         let mut high = low + step;
         while high - low > 1 {
             let middle = low + (high - low) / 2;
@@ -101,19 +101,19 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             }
         }
         if let Some(bound) = &newest {
-            self.learn_bound(bound);
+            self.apply_bound(bound);
         }
         Ok(())
     }
 
-    /// Looks for boundaries above the newest known one. Without a new boundary this is one GET.
-    pub(super) async fn look_for_boundary(&mut self) -> Result<()> {
+    /// Looks for boundaries above the newest known one. If there is none, this takes a single GET.
+    pub(super) async fn find_newer_boundary(&mut self) -> Result<()> {
         self.newest_boundary(0).await
     }
 
-    pub(super) fn learn_bound(&mut self, bound: &Bound) {
+    pub(super) fn apply_bound(&mut self, bound: &Bound) {
         let Some(boundary) = bound.boundary() else { return };
-        // Once the line was read, its own objects decide.
+        // After the line was read, its newest objects determine the catalog.
         if self.view.next == 1 && boundary.number > self.view.bound {
             self.view.catalog = boundary.snapshots.clone();
         }
@@ -121,21 +121,22 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         self.view.boundary_number = self.view.boundary_number.max(boundary.number);
         self.view.start = self.view.start.max(boundary.start);
         self.view.store.get_or_insert(bound.object.store);
-        self.learn_kept_fence(&boundary.fence);
+        self.apply_kept_fence(&boundary.fence);
     }
 
-    fn learn_kept_fence(&mut self, kept: &Option<KeptFence>) {
+    fn apply_kept_fence(&mut self, kept: &Option<KeptFence>) {
         let Some(kept) = kept else { return };
         if self.view.fence.as_ref().is_none_or(|known| known.position < kept.position) {
             self.view.fence = Some(kept.clone());
         }
     }
 
-    /// Finds the end of the line from `start` on, where the line is dense, and reads back from it.
+    /// Finds the end of the line above `start`, from which the line has no missing positions, and reads the objects
+    /// that it links to.
     async fn read_end(&mut self, start: u64, hint: u64, lists: Lists) -> Result<()> {
         if !self.exists(ObjectKey::Line(start)).await? {
             if start == 1 {
-                return Ok(()); // The archive is empty, or a boundary that the caller looks for has passed.
+                return Ok(()); // Empty, or a boundary has passed; the caller checks which.
             }
             return Err(self.missing(ObjectKey::Line(start), start).await?);
         }
@@ -148,7 +149,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         self.read_back(&last, start, lists).await
     }
 
-    /// Finds the end of the line by doubling, from a position that exists and above which the line is dense.
+    /// Returns the last position of the line, by an exponential and then a binary search. The object at `known` must
+    /// exist, and no position between `known` and the end may be missing.
     pub(super) async fn end_after(&self, known: u64) -> Result<u64> {
         let (mut low, mut step) = (known, 1);
         while self.exists(ObjectKey::Line(low + step)).await? {
@@ -163,8 +165,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(low)
     }
 
-    /// Reads back from the last object: boundaries without copies, the newest fence and manifest, and lists of data
-    /// objects.
+    /// Reads the objects that the last object links to: boundaries without copies, the newest fence and manifest, and
+    /// objects with lists of data objects.
     async fn read_back(&mut self, last: &LineObject, lowest: u64, lists: Lists) -> Result<()> {
         self.view.store = Some(last.store);
         let links = last.links.after(last);
@@ -198,7 +200,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             position = object.links.listing;
         }
         for kept in self.view.catalog.clone() {
-            // A missing or damaged catalog keeps no writer from opening.
+            // A missing or damaged catalog must not prevent a writer from opening.
             match self.kept_list(&kept).await {
                 Ok(Some(listed)) => _ = self.view.listings.insert(kept.position, listed),
                 Ok(None) | Err(Error::Damaged { .. }) => {}
@@ -208,7 +210,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(())
     }
 
-    /// Reads the named snapshots that the archive keeps: those of the newest catalog or boundary.
+    /// Reads the kept named snapshots from the newest catalog or boundary, and drops those that a later fence cuts off.
     async fn read_catalog(&mut self, lowest: u64) -> Result<()> {
         let (catalog, newest) = (self.view.links.catalog, self.view.links.boundary);
         if catalog > newest && catalog >= self.view.start.max(lowest) {
@@ -227,17 +229,17 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(())
     }
 
-    /// Returns the data objects of a kept snapshot, or `None` if the catalog that lists them was deleted.
+    /// Returns the data objects of a kept snapshot, or `None` if the catalog that lists them no longer exists.
     pub(super) async fn kept_list(&self, kept: &KeptSnapshot) -> Result<Option<Vec<DataRef>>> {
         if let Some(listed) = self.view.listings.get(&kept.position) {
             return Ok(Some(listed.clone()));
         }
         let object = self.get_line(kept.position).await?;
-        // In a hole, a stalled writer may have created another object.
+        // A hole may contain another object, created by a stalled writer.
         Ok(object.filter(|object| object.nonce == kept.nonce).map(|object| object.data))
     }
 
-    /// Reads the boundaries of the line whose copies were not found.
+    /// Reads the boundaries of the line that have no copy yet.
     async fn read_boundaries(&mut self, newest: u64, lowest: u64) -> Result<()> {
         let mut position = newest;
         while self.archive.rules.follow(Rule::BComp) && position >= lowest {
@@ -246,8 +248,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             if boundary.number <= self.view.bound {
                 break;
             }
-            self.view.absorb_boundary(&object, boundary);
-            self.learn_kept_fence(&boundary.fence.clone());
+            self.view.apply_boundary(&object, boundary);
+            self.apply_kept_fence(&boundary.fence.clone());
             position = object.links.boundary;
         }
         Ok(())
@@ -257,7 +259,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Error::Damaged { key: ObjectKey::Line(position), damage: crate::error::Damage::NotNext }
     }
 
-    /// Returns the names in the folders of the archive that no object of an archive has. They are ignored.
+    /// Lists the names in the folders of the archive that are not keys of an archive object. The protocol ignores them.
     ///
     /// # Errors
     /// Returns [`Error::Bucket`] if a listing fails.
@@ -270,7 +272,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(unknown)
     }
 
-    /// Returns the names in a folder.
+    /// Returns the names that a listing of `folder` contains.
     pub(super) async fn list(&self, folder: Folder) -> Result<Vec<String>> {
         for attempt in 1.. {
             match self.archive.bucket.list(folder).await {
@@ -282,7 +284,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         unreachable!("the loop ends only by a return");
     }
 
-    /// Overwrites the hint. A writer calls this at most every ten seconds, and ignores a failure.
+    /// Overwrites the hint with the current end of the line. A writer calls this at most once every ten seconds and
+    /// ignores errors.
     ///
     /// # Errors
     /// Returns [`Error::Bucket`] if the request fails.

@@ -1,4 +1,4 @@
-//! Finding the run that holds the `redo` of a snapshot, if an earlier process appended it (rule 17).
+//! Finds the run that contains the `redo` of a snapshot, if an earlier process appended it (rule 17).
 
 use remanent_format::Lsn;
 
@@ -8,9 +8,9 @@ use crate::error::{Error, Result};
 use crate::object::{Content, Manifest};
 
 impl<B: Bucket, N: Nonces> Line<'_, B, N> {
-    /// Reads back from the end until the runs above `redo` are known. A process that found the line knows only the runs
-    /// that it appended or met since.
-    pub(super) async fn learn_runs(&mut self, redo: Lsn) -> Result<()> {
+    /// Reads the line backwards until all runs above `redo` are known. A process initially knows only the runs that it
+    /// appended or found itself.
+    pub(super) async fn load_runs(&mut self, redo: Lsn) -> Result<()> {
         if redo >= self.view.runs_above {
             return Ok(());
         }
@@ -22,7 +22,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
                     runs.push((position, run.after.lsn));
                     run.before.lsn
                 }
-                // Below a gap, the line continues another batch.
+                // The batches of the gap are in no run, so no run leads to a `redo` below its end.
                 Content::Manifest(manifest) if manifest.follows_gap && redo < manifest.end.lsn => break,
                 _ => continue,
             };
@@ -36,7 +36,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Err(Error::StartNotKept { redo: redo.0 })
     }
 
-    /// Returns the newest manifest of the line.
+    /// Returns the newest manifest of the line, or `None` if there is none.
     #[must_use]
     pub fn manifest(&self) -> Option<&Manifest> {
         self.view.manifest.as_ref().map(|(_, manifest)| manifest)

@@ -1,23 +1,23 @@
-//! The line of an archive: finding its end, fencing, appending, deleting and reading.
+//! Operations on the line of an archive: find its end, fence, append, prune and read.
 //!
-//! Comments cite the rules of the design by number, and by the name of a [`Rule`](crate::rules::Rule) in brackets if a
-//! simulation shows the failure that the rule prevents.
+//! Comments cite the rules of [`rules`](crate::rules) by number, and by the name of a [`Rule`](crate::rules::Rule) in
+//! brackets if a test can leave it out.
 //!
 //! | file | rules |
 //! |---|---|
-//! | `audit.rs` | 22, 23: checking every object that a restore of the end needs |
-//! | `status.rs` | 22: a summary from few requests |
-//! | `restore.rs` | 10, 22 to 24, 27, 28: reading a state |
-//! | `cut.rs` | 8: continuing the line at an earlier point |
-//! | `boundary.rs` | 14, 15, 17 to 20: boundaries, prunes and sweeps |
-//! | `append.rs` | 3, 6, 7, 9 to 12, 16, 17: runs, manifests and catalogs |
-//! | `known_runs.rs` | 17: the run that holds the `redo` of a snapshot |
-//! | `fence.rs` | 4, 5, 29: claims, lineage and fences |
-//! | `find.rs` | 15, 22: finding the newest boundary and the end |
-//! | `probe.rs` | 30: what the bucket must be able to do |
-//! | `request.rs` | 2, 23: single requests, and creates of unknown outcome |
-//! | `view.rs` | what a process knows of the line |
-//! | `nonces.rs` | 2: random numbers of the operating system |
+//! | `audit.rs` | 22, 23: checks every object that a restore of the end needs |
+//! | `status.rs` | 22: summarizes an archive with few requests |
+//! | `restore.rs` | 10, 22 to 24, 27, 28: reads a state |
+//! | `cut.rs` | 8: continues the line at an earlier batch |
+//! | `boundary.rs` | 14, 15, 17 to 20: appends boundaries and deletes released objects |
+//! | `append.rs` | 3, 6, 7, 9 to 12, 16, 17: appends runs, manifests and catalogs |
+//! | `known_runs.rs` | 17: finds the run that contains the `redo` of a snapshot |
+//! | `fence.rs` | 4, 5, 29: checks the lineage and creates fences |
+//! | `find.rs` | 15, 22: finds the newest boundary and the end |
+//! | `probe.rs` | 30: checks that the bucket supports the protocol |
+//! | `request.rs` | 2, 23: sends single requests, and resolves creates of unknown outcome |
+//! | `view.rs` | the part of the line that a process has read or appended |
+//! | `nonces.rs` | 2: random numbers from the operating system |
 
 mod audit;
 mod status;
@@ -52,20 +52,20 @@ pub use probe::probe;
 pub use restore::{RestoredEnd, StateSink};
 pub use status::{ManifestStatus, Status, status};
 
-/// A source of random numbers for nonces. Two draws must never be equal, in any process.
+/// A source of random numbers for nonces. No two draws may be equal, in any process.
 pub trait Nonces {
-    /// Returns a new random number other than zero.
+    /// Returns a new random number, which is not zero.
     fn draw(&self) -> Nonce;
 }
 
-/// The archive of one store in a bucket.
+/// The location of an archive, and the dependencies of its operations.
 #[derive(Debug)]
 pub struct Archive<'a, B, N> {
-    /// The bucket.
+    /// The bucket that contains the archive.
     pub bucket: &'a B,
     /// The source of nonces.
     pub nonces: &'a N,
-    /// The rules to follow.
+    /// The rules to follow. The default follows every rule.
     pub rules: Rules,
 }
 
@@ -77,28 +77,29 @@ impl<B, N> Clone for Archive<'_, B, N> {
 
 impl<B, N> Copy for Archive<'_, B, N> {}
 
-/// A process's handle to the line of an archive.
+/// A handle to the line of an archive.
 ///
-/// A reader calls [`find`](Line::find) and [`read_state`](Line::read_state). A writer calls `find` and
-/// [`fence`](Line::fence), and then appends. A writer without a directory calls [`claim`](Line::claim) before it reads.
-/// After an error other than [`Error::Bucket`](crate::Error::Bucket) and [`Error::Unknown`](crate::Error::Unknown) a
-/// writer must not append.
+/// A reader calls [`find`](Line::find) and then [`read_state`](Line::read_state). A writer calls `find` and
+/// [`fence`](Line::fence), and then appends. A restore, which has no directory yet, calls [`claim`](Line::claim) before
+/// it reads. After an error other than [`Error::Bucket`](crate::Error::Bucket) or
+/// [`Error::Unknown`](crate::Error::Unknown), a writer must not append.
 #[derive(Debug)]
 pub struct Line<'a, B, N> {
     archive: Archive<'a, B, N>,
     view: View,
     writer: Option<Writer>,
-    /// An object whose create may have been sent. Nothing else is appended until its outcome is known (rules 1 and 3).
+    /// An object to append, whose create may have been sent. Nothing else is appended until its outcome is known (rules
+    /// 1 and 3).
     pending: Option<Pending>,
-    /// Data objects that this writer created and that no line object lists yet.
+    /// Data objects that this writer created and that no line object lists yet, by part.
     fresh: HashMap<Part, DataRef>,
     /// Position and nonce of the last fence that this process tried to create.
     tried_fence: Option<(u64, Nonce)>,
-    /// Number of bytes of parts that this writer uploaded.
+    /// Total length in bytes of the parts that this writer uploaded.
     uploaded: u64,
-    /// Data objects of the newest manifest that were read back.
+    /// Data objects of the newest manifest that were already read back.
     verified: HashSet<DataKey>,
-    /// Data objects whose upload a test delays until a manifest lists them.
+    /// Data objects whose upload a test delays until after a manifest lists them.
     #[cfg(feature = "testing")]
     late: Vec<(DataRef, Vec<u8>)>,
 }
@@ -106,16 +107,16 @@ pub struct Line<'a, B, N> {
 /// The writer of a term.
 #[derive(Clone, Copy, Debug)]
 struct Writer {
-    /// Position of the writer's fence.
+    /// Position of the fence of this writer.
     term: u64,
-    /// Random number of the writer's incarnation.
+    /// The random number of the directory's current open.
     random: u64,
-    /// Number of data objects of the term.
+    /// Number of data objects created in the term.
     data_objects: u64,
 }
 
 impl<'a, B: Bucket, N: Nonces> Line<'a, B, N> {
-    /// Creates a handle that knows nothing of the line yet.
+    /// Creates a handle that has not read the line yet.
     #[must_use]
     pub fn new(archive: Archive<'a, B, N>) -> Self {
         Self {
@@ -132,44 +133,44 @@ impl<'a, B: Bucket, N: Nonces> Line<'a, B, N> {
         }
     }
 
-    /// Returns true if the line has no objects, as far as this handle knows.
+    /// Returns true if the line contains no object that this handle has read or appended.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.view.next == 1
     }
 
-    /// Returns the store of the archive, or `None` if the archive is empty.
+    /// Returns the id of the store, or `None` if the archive is empty or was not read yet.
     #[must_use]
     pub fn store(&self) -> Option<StoreId> {
         self.view.store
     }
 
-    /// Returns the position after the last object of the line that this handle knows.
+    /// Returns the position after the last object of the line that this handle has read or appended.
     #[must_use]
     pub fn next(&self) -> u64 {
         self.view.next
     }
 
-    /// Returns the lowest position that is kept.
+    /// Returns the lowest position that the newest known boundary keeps, or 1.
     #[must_use]
     pub fn start(&self) -> u64 {
         self.view.start
     }
 
-    /// Returns the last batch of the line, as far as this handle knows. It may be acknowledged only once an
-    /// [`Appended`] or a restore contains it.
+    /// Returns the last archived batch of the line, as far as this handle has read or appended it. A caller may
+    /// acknowledge the batch only once an [`Appended`] or a restore contains it.
     #[must_use]
     pub fn archived(&self) -> BatchPoint {
         self.view.archived
     }
 
-    /// Returns the number of bytes of parts that this handle uploaded.
+    /// Returns the total length in bytes of the parts that this handle uploaded.
     #[must_use]
     pub fn uploaded(&self) -> u64 {
         self.uploaded
     }
 
-    /// Returns the number of bytes of the data objects that objects after the newest manifest list.
+    /// Returns the total length in bytes of the parts that objects after the newest manifest list.
     #[must_use]
     pub fn listed_after_manifest(&self) -> u64 {
         let after = self.newest_manifest().map_or(self.view.start, |manifest| manifest + 1);
@@ -177,7 +178,7 @@ impl<'a, B: Bucket, N: Nonces> Line<'a, B, N> {
         listed.map(|entry| entry.part.len).sum()
     }
 
-    /// Returns the writer's term: the position of its fence, or `None` before [`fence`](Line::fence).
+    /// Returns the term of this writer, which is the position of its fence, or `None` before [`fence`](Line::fence).
     #[must_use]
     pub fn term(&self) -> Option<u64> {
         self.writer.map(|writer| writer.term)

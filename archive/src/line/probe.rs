@@ -1,4 +1,4 @@
-//! The probe of a bucket (rule 30).
+//! Probes a bucket (rule 30).
 
 use remanent_format::StoreId;
 
@@ -7,13 +7,14 @@ use crate::bucket::{Bucket, Creation, FailureClass};
 use crate::error::{Error, Result};
 use crate::object::{ObjectKey, encode_probe};
 
-/// Number of attempts of a create that must be refused.
+/// Maximum number of attempts to send the second create.
 const ATTEMPTS: u32 = 8;
 
-/// Checks under a key of its own that the bucket reports an absent object as absent, and that a second create is refused
-/// and leaves the first object.
+/// Checks that the bucket reports an absent object as absent, and that it refuses a second create of one key and leaves
+/// the first object unchanged. Uses a new key, and deletes the object afterwards.
 ///
-/// The probe cannot detect a server that only races. The nonce of the object before makes that visible as damage.
+/// The probe cannot detect a server that violates these conditions only under concurrency. In such a bucket, each line
+/// object's nonce of the object before it turns the violation into reported damage.
 ///
 /// # Errors
 /// Returns [`Error::NotSupported`] if a check fails, and [`Error::Bucket`] if the bucket cannot be reached.
@@ -27,7 +28,7 @@ pub async fn probe<B: Bucket, N: Nonces>(archive: Archive<'_, B, N>, store: Stor
         Ok(Some(_)) => {
             return Err(Error::NotSupported { reason: "it returns an object that was never created" });
         }
-        // S3 without the right to list reports an absent object as a denied one.
+        // S3 reports an absent object as denied if the credentials lack the permission to list.
         Err(Error::Bucket { source, .. }) if source.class == FailureClass::Denied => {
             return Err(Error::NotSupported {
                 reason: "an absent object is reported as denied; grant ListBucket",
@@ -50,7 +51,7 @@ pub async fn probe<B: Bucket, N: Nonces>(archive: Archive<'_, B, N>, store: Stor
     Ok(())
 }
 
-/// Returns true if a create of an existing object is refused.
+/// Returns true if the bucket refuses to create an object that already exists.
 async fn second_is_refused<B: Bucket, N: Nonces>(
     line: &Line<'_, B, N>,
     key: ObjectKey,

@@ -1,4 +1,4 @@
-//! Single requests to the bucket, with their retries, and creates whose outcome must be known.
+//! Sends single requests to the bucket, with retries, and resolves creates of unknown outcome (rules 2 and 23).
 
 use remanent_format::StoreId;
 
@@ -10,23 +10,23 @@ use crate::object::{
 };
 use crate::rules::Rule;
 
-/// The outcome of a create that is known.
+/// The known outcome of a create.
 pub(super) enum Known {
     /// This process created the object.
     Ours,
-    /// Another process created an object under the key. Contains its bytes.
+    /// Another process created an object with this key. Contains the bytes of that object.
     Others(Vec<u8>),
 }
 
 /// The outcome of one attempt of a create.
 pub(super) enum Attempt {
     Known(Known),
-    /// The outcome is unknown, or nothing was written: the attempt must be repeated with the same bytes.
+    /// The outcome is unknown, or nothing was written. The create must be repeated with the same bytes.
     Again(BucketError),
 }
 
 impl<B: Bucket, N: Nonces> Line<'_, B, N> {
-    /// Creates an object and finds out whether it was created (rule 2).
+    /// Creates an object, and determines whether this process or another one created it (rule 2).
     pub(super) async fn create(&self, key: ObjectKey, bytes: &[u8], nonce: Nonce) -> Result<Known> {
         let mut in_doubt = false;
         for attempt in 1.. {
@@ -38,7 +38,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         unreachable!("the loop ends only by a return");
     }
 
-    /// Waits before a create is repeated.
+    /// Waits before a create is repeated. Returns [`Error::Unknown`] if no further attempt is permitted.
     pub(super) async fn pause_create(
         &self,
         key: ObjectKey,
@@ -51,7 +51,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Err(Error::Unknown { key, source: failure })
     }
 
-    /// Sends one create, and compares the nonce of the object if the bucket reports one (rule 2).
+    /// Sends one create. If the bucket reports that the object exists, reads it and compares its nonce (rule 2).
     pub(super) async fn try_create(
         &self,
         key: ObjectKey,
@@ -70,12 +70,13 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         if !self.archive.rules.follow(Rule::Nonce) && *in_doubt {
             return Ok(Attempt::Known(Known::Ours));
         }
-        // [nonce] "Exists" after a time-out may mean this process's object or another one.
+        // [nonce] If the bucket reports after a timeout that the object exists, it may be this process's object or
+        // another one.
         let Some(found) = self.get(key).await? else {
             if !self.archive.rules.follow(Rule::Reread) {
                 return Err(Error::Damaged { key, damage: Damage::Refused });
             }
-            // [reread] A conflict (409) was reported as an existing object, and nothing was written.
+            // [reread] The bucket reported a conflict (HTTP 409) as an existing object, and wrote nothing.
             let message = format!("{key} is reported to exist but cannot be read");
             return Ok(Attempt::Again(BucketError { class: FailureClass::InDoubt, message }));
         };
@@ -117,7 +118,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         object.map(Some).map_err(|defect| Error::invalid(key, defect))
     }
 
-    /// Returns the object at a position at which an object must exist.
+    /// Returns the object at a position. Returns an error if it does not exist.
     pub(super) async fn need_line(&mut self, position: u64) -> Result<LineObject> {
         match self.get_line(position).await? {
             Some(object) => Ok(object),
@@ -132,13 +133,14 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         let bound = Bound::decode(&bytes, number, None).map_err(|defect| Error::invalid(key, defect))?;
         let found = bound.object.store;
         match self.view.store {
-            // Of two new stores that raced for the first position, one stalled until boundaries had passed it.
+            // Two new stores created `line/1` concurrently. One of them stalled until boundaries had passed that
+            // position.
             Some(expected) if expected != found => Err(Error::IdentityMismatch { found, expected }),
             _ => Ok(Some(bound)),
         }
     }
 
-    /// Returns the payload of a data object that the line object at `lister` lists.
+    /// Returns the payload of a data object that the line object at position `lister` lists.
     pub(super) async fn need_data(
         &mut self,
         entry: &DataRef,
@@ -151,14 +153,14 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(payload.to_vec())
     }
 
-    /// Returns the error for an object that must exist: overtaken if a boundary has passed `position`, at which the line
-    /// contains or lists the object, and damaged otherwise (rule 23, [rcheck]).
+    /// Returns the error for a missing object: [`Error::Overtaken`] if a boundary has passed `position`, where the line
+    /// contains or lists the object, and [`Error::Damaged`] otherwise (rule 23, [rcheck]).
     pub(super) async fn missing(&mut self, key: ObjectKey, position: u64) -> Result<Error> {
         self.unless_overtaken(Error::missing(key), position).await
     }
 
-    /// Returns [`Error::Overtaken`] in place of damage if a boundary has passed `lowest`, the lowest position that was read
-    /// (rule 23, [rcheck]). In a hole, an object may be missing, or a stalled writer may have created another one.
+    /// Replaces damage with [`Error::Overtaken`] if a boundary has passed `lowest`, the lowest position that was read
+    /// (rule 23, [rcheck]). In a hole, an object may be missing or may have been created again by a stalled writer.
     pub(super) async fn unless_overtaken(&mut self, error: Error, lowest: u64) -> Result<Error> {
         let is_damage = matches!(error, Error::Damaged { .. } | Error::Local(_));
         if is_damage && self.is_overtaken(lowest).await? {
@@ -167,13 +169,13 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(error)
     }
 
-    /// Returns true if objects from `position` on may have been deleted: the boundary before the newest one has passed
-    /// the position. Deletes lag one boundary behind (rule 19).
+    /// Returns true if objects at or above `position` may have been deleted, because the boundary before the newest one
+    /// starts above it. Deletes lag one boundary behind (rule 19).
     pub(super) async fn is_overtaken(&mut self, position: u64) -> Result<bool> {
         if !self.archive.rules.follow(Rule::RCheck) {
             return Ok(false);
         }
-        self.look_for_boundary().await?;
+        self.find_newer_boundary().await?;
         if self.view.start <= position {
             return Ok(false);
         }
@@ -183,7 +185,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(self.view.bound > 1 && self.start_of_bound(self.view.bound - 1).await? > position)
     }
 
-    /// Removes an object. Returns false if the bucket refuses.
+    /// Deletes an object. Returns false if the bucket rejects the request or cannot be reached.
     pub(super) async fn delete(&self, key: ObjectKey) -> bool {
         for attempt in 1.. {
             match self.archive.bucket.delete(key).await {

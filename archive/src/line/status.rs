@@ -1,4 +1,4 @@
-//! A summary of an archive from few requests (rule 22).
+//! Summarizes an archive with few requests (rule 22).
 
 use remanent_format::StoreId;
 
@@ -12,9 +12,9 @@ use crate::object::{BatchPoint, KeptSnapshot, Manifest};
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Status {
-    /// The store.
+    /// Id of the store.
     pub store: StoreId,
-    /// Position of the newest fence, which is the term of the writer.
+    /// Position of the newest fence, which is the term of the current writer.
     pub term: u64,
     /// The lowest position that is kept.
     pub start: u64,
@@ -24,7 +24,7 @@ pub struct Status {
     pub archived: BatchPoint,
     /// Number of the newest boundary, or 0 if there is none.
     pub boundary: u64,
-    /// The newest manifest.
+    /// The newest manifest, or `None` if there is none.
     pub manifest: Option<ManifestStatus>,
     /// The named snapshots that the archive keeps, oldest first.
     pub named: Vec<KeptSnapshot>,
@@ -38,9 +38,9 @@ pub struct ManifestStatus {
     pub position: u64,
     /// The manifest.
     pub manifest: Manifest,
-    /// Number of data objects that it lists.
+    /// Number of data objects that the manifest lists.
     pub data_objects: u64,
-    /// Number of bytes of these objects' payloads.
+    /// Total length of their payloads in bytes.
     pub data_bytes: u64,
 }
 
@@ -52,18 +52,17 @@ impl Status {
         (self.end + 1).saturating_sub(first)
     }
 
-    /// Returns the number of objects that were appended after the newest manifest: runs, fences, boundaries and
-    /// catalogs.
+    /// Returns the number of line objects after the newest manifest: runs, fences, boundaries and catalogs.
     #[must_use]
     pub fn after_manifest(&self) -> u64 {
         self.end - self.manifest.as_ref().map_or(self.start - 1, |newest| newest.position)
     }
 }
 
-/// Reads a summary of an archive. The number of requests grows with the logarithm of the number of objects.
+/// Reads a summary of an archive. The number of requests is logarithmic in the number of objects.
 ///
 /// # Errors
-/// Returns [`Error::Empty`] if the archive is empty, [`Error::Damaged`] with the name of an object that is missing or
+/// Returns [`Error::Empty`] if the archive is empty, [`Error::Damaged`] with the key of an object that is missing or
 /// invalid, and [`Error::Bucket`] if the bucket cannot be reached.
 pub async fn status<B: Bucket, N: Nonces>(archive: Archive<'_, B, N>) -> Result<Status> {
     let mut line = Line::new(archive);

@@ -1,4 +1,4 @@
-//! The part of the line that a process knows.
+//! The part of the line that a process has read or appended.
 
 use std::collections::BTreeMap;
 
@@ -10,27 +10,27 @@ use crate::object::{
     Nonce, ObjectKey,
 };
 
-/// The part of the line that a process knows: the newest objects of each kind, and all lists of data objects from the
-/// newest boundary on and of kept snapshots.
+/// The part of the line that a process has read or appended: the newest object of each kind, and the lists of data
+/// objects of all objects from the newest boundary's start on and of all kept snapshots.
 #[derive(Clone, Debug)]
 pub(super) struct View {
-    /// The store, once an object was read.
+    /// The id of the store, once an object was read.
     pub store: Option<StoreId>,
-    /// Position of the next object.
+    /// The position for the next object.
     pub next: u64,
-    /// Nonce of the object before it.
+    /// The nonce of the object before the next position.
     pub nonce_before: Nonce,
-    /// Links of the next object.
+    /// The links that the next object must contain.
     pub links: Links,
     /// The last archived batch.
     pub archived: BatchPoint,
-    /// The lowest position that is kept: the start of the newest known boundary.
+    /// The lowest position that is kept: the start of the newest known boundary, or 1.
     pub start: u64,
-    /// Number of the newest boundary that was found by GET.
+    /// Number of the newest boundary whose copy was found or created, or 0.
     pub bound: u64,
-    /// Number of the newest boundary of the line.
+    /// Number of the newest known boundary, or 0.
     pub boundary_number: u64,
-    /// Boundaries of the line whose copies may be missing, by position.
+    /// Boundaries found on the line that may have no copy yet, by position.
     pub boundaries: BTreeMap<u64, LineObject>,
     /// The newest fence.
     pub fence: Option<KeptFence>,
@@ -38,11 +38,11 @@ pub(super) struct View {
     pub manifest: Option<(u64, Manifest)>,
     /// The named snapshots that the archive keeps.
     pub catalog: Vec<KeptSnapshot>,
-    /// Lists of data objects, by the position of the object.
+    /// Lists of data objects, by the position of the object that contains the list.
     pub listings: BTreeMap<u64, Vec<DataRef>>,
-    /// Position and last Lsn of the runs since the newest start of a manifest.
+    /// Position and last Lsn of each run at or above the start of the newest manifest.
     pub runs: Vec<(u64, Lsn)>,
-    /// The Lsn above which all runs are in `runs`.
+    /// `runs` contains every run with a batch above this Lsn.
     pub runs_above: Lsn,
 }
 
@@ -69,8 +69,8 @@ impl Default for View {
 }
 
 impl View {
-    /// Adds the object at the next position.
-    pub fn absorb(&mut self, object: &LineObject) -> Result<()> {
+    /// Applies the object at the next position.
+    pub fn apply(&mut self, object: &LineObject) -> Result<()> {
         let position = object.position;
         debug_assert_eq!(position, self.next);
         if object.nonce_before != self.nonce_before {
@@ -78,14 +78,14 @@ impl View {
         }
         self.store.get_or_insert(object.store);
         match &object.content {
-            Content::Fence(fence) => self.absorb_fence(object, fence),
+            Content::Fence(fence) => self.apply_fence(object, fence),
             Content::Run(run) => self.runs.push((position, run.after.lsn)),
             Content::Manifest(manifest) => {
                 self.manifest = Some((position, *manifest));
                 self.runs.retain(|(run, _)| *run >= manifest.start);
             }
             Content::Boundary(boundary) => {
-                self.absorb_boundary(object, boundary);
+                self.apply_boundary(object, boundary);
                 self.catalog = boundary.snapshots.clone();
             }
             Content::Catalog(catalog) => self.catalog = catalog.snapshots.clone(),
@@ -100,25 +100,25 @@ impl View {
         Ok(())
     }
 
-    fn absorb_fence(&mut self, object: &LineObject, fence: &Fence) {
+    fn apply_fence(&mut self, object: &LineObject, fence: &Fence) {
         let kept = KeptFence { position: object.position, nonce: object.nonce, content: fence.clone() };
         self.fence = Some(kept);
         if fence.cut.is_some() && self.manifest.is_some_and(|(position, _)| position != object.links.manifest)
         {
-            self.manifest = None; // A cut goes back behind the newest manifest.
+            self.manifest = None; // The newest manifest is above the cut.
         }
         self.cut_catalog(fence);
     }
 
-    /// Removes the snapshots that a fence cuts off.
+    /// Removes the named snapshots that a fence cuts off.
     pub fn cut_catalog(&mut self, fence: &Fence) {
         if let Some(cut) = fence.cut {
             self.catalog.retain(|kept| kept.batch.lsn <= cut.lsn);
         }
     }
 
-    /// Returns the lists of data objects that a boundary at `start` keeps, apart from those of `kept` that are not
-    /// known.
+    /// Returns the data objects listed by the objects from `start` on, and by the catalogs of `kept` below it. Lists
+    /// that were not read are skipped.
     pub fn kept_lists<'a>(
         &'a self,
         start: u64,
@@ -129,13 +129,13 @@ impl View {
         self.listings.range(start..).map(|(_, listed)| listed).chain(below).flatten()
     }
 
-    pub fn absorb_boundary(&mut self, object: &LineObject, boundary: &Boundary) {
+    pub fn apply_boundary(&mut self, object: &LineObject, boundary: &Boundary) {
         self.boundary_number = self.boundary_number.max(boundary.number);
         self.start = self.start.max(boundary.start);
         self.boundaries.insert(object.position, object.clone());
     }
 
-    /// Returns the lowest position of a run with a batch above `redo`, or the next position if there is none.
+    /// Returns the position of the first known run with a batch above `redo`, or the next position if there is none.
     pub fn start_of(&self, redo: Lsn) -> u64 {
         self.runs.iter().find(|(_, after)| *after > redo).map_or(self.next, |(position, _)| *position)
     }
