@@ -1,11 +1,11 @@
 //! The interface to an object store.
 //!
-//! The protocol assumes that [`Bucket::create`] and [`Bucket::get`] of one key are linearizable, and that objects are
-//! removed only by [`Bucket::delete`]. It assumes nothing about listings: [`Bucket::list`] may lag and may have any
-//! order. Each request may fail, be repeated, be delayed without bound, or take effect after its sender died.
+//! The protocol requires that [`Bucket::create`] and [`Bucket::get`] of one key are linearizable, and that only
+//! [`Bucket::delete`] removes objects. It requires nothing of listings: [`Bucket::list`] may lag and may return names
+//! in any order. A request may fail, be repeated, be delayed without limit, or take effect after its sender died.
 //!
-//! An implementation must not retry a create on its own: a retried request may report [`Creation::Exists`] for its own
-//! object, which the protocol must know to be in doubt.
+//! An implementation must not retry a create by itself. If it did, a retried request could report [`Creation::Exists`]
+//! for its own object, and the protocol would not know that the outcome is in doubt.
 
 use std::fmt;
 use std::future::Future;
@@ -13,42 +13,43 @@ use std::ops::Range;
 
 use crate::object::{Folder, ObjectKey};
 
-/// The outcome of a create that the bucket answered.
+/// The answer of the bucket to a create.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Creation {
     /// The object was created.
     Created,
-    /// The bucket reports an existing object. Some buckets report this for a conflict in which nothing was written, and
-    /// some clients for an earlier attempt of the same request.
+    /// An object with this key exists. Some buckets also return this for a conflict in which nothing was written, and
+    /// some clients return it for the object of an earlier attempt.
     Exists,
 }
 
-/// The reason why a request failed.
+/// The class of a failed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum FailureClass {
-    /// The request timed out, or the server failed while it ran: the request may have taken effect, or may still.
+    /// The request timed out, or the server failed during the request. The request may have taken effect, or may still
+    /// do so.
     InDoubt,
     /// The credential does not permit the request.
     Denied,
     /// The credential has expired.
     Expired,
-    /// The clock of this machine differs too much from that of the bucket.
+    /// The clock of this machine differs too much from the clock of the bucket.
     ClockSkew,
-    /// The bucket limits the rate of requests.
+    /// The bucket limits the request rate.
     Throttled,
-    /// The bucket has no space, or a quota is used up.
+    /// The bucket has no space left, or a quota is exceeded.
     Full,
     /// The bucket cannot be reached.
     Unreachable,
     /// The bucket does not implement the request.
     NotSupported,
-    /// Any other answer.
+    /// Any other failure.
     Other,
 }
 
 impl FailureClass {
-    /// Returns the remedy for a failure of this class.
+    /// Returns the remedy for failures of this class.
     #[must_use]
     pub const fn remedy(self) -> &'static str {
         match self {
@@ -81,41 +82,43 @@ impl fmt::Display for FailureClass {
     }
 }
 
-/// A failed request. `message` contains no credential.
+/// A failed request. `message` never contains credentials.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{class} ({message}); {}", .class.remedy())]
 pub struct BucketError {
-    /// The reason.
+    /// The class of the failure.
     pub class: FailureClass,
-    /// The bucket's answer, for a person.
+    /// The message of the bucket or of the client.
     pub message: String,
 }
 
-/// An object store, or a folder of one.
+/// An object store, or a folder in one.
 ///
-/// The futures need not be `Send`: an uploader polls them on its own thread.
+/// The futures need not be `Send`, because an uploader polls them on its own thread.
 pub trait Bucket {
-    /// Creates an object unless one exists under this key.
+    /// Creates an object unless an object with this key exists.
     fn create(&self, key: ObjectKey, bytes: &[u8]) -> impl Future<Output = Result<Creation, BucketError>>;
 
-    /// Creates or replaces an object. Only the hint is written in this way.
+    /// Creates or replaces an object. The protocol uses this only for the hint.
     fn put(&self, key: ObjectKey, bytes: &[u8]) -> impl Future<Output = Result<(), BucketError>>;
 
-    /// Returns the bytes of an object, or of a range of it, or `None` if there is no such object. Returns an error if the
-    /// connection ends before the last byte.
+    /// Returns the bytes of an object or of a range of it, or `None` if the object does not exist. Returns an error if
+    /// the connection ends before the last byte.
     fn get(
         &self,
         key: ObjectKey,
         range: Option<Range<u64>>,
     ) -> impl Future<Output = Result<Option<Vec<u8>>, BucketError>>;
 
-    /// Returns the names of objects in a folder, relative to the archive, in any order. The names may be out of date.
+    /// Returns the names of the objects in a folder, relative to the archive, in any order. The listing may be out of
+    /// date.
     fn list(&self, folder: Folder) -> impl Future<Output = Result<Vec<String>, BucketError>>;
 
-    /// Removes an object. Succeeds if there is none.
+    /// Deletes an object. Succeeds if the object does not exist.
     fn delete(&self, key: ObjectKey) -> impl Future<Output = Result<(), BucketError>>;
 
-    /// Waits before a failed request is tried again, and returns false to give up. `attempt` counts from 1. The
-    /// implementation decides how long to wait, and for how long to try.
+    /// Waits before the next attempt of a failed request and returns true, or returns false if no further attempt shall
+    /// be made. `attempt` is the number of failed attempts, starting at 1. The implementation chooses the duration of
+    /// the pause and the number of attempts.
     fn pause(&self, attempt: u32, failure: &BucketError) -> impl Future<Output = bool>;
 }

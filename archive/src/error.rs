@@ -1,47 +1,47 @@
-//! Errors of the protocol. Each states what was found and the remedy.
+//! Errors of the protocol. Each message states the failure and the remedy.
 
 use remanent_format::{SnapshotId, StoreId};
 
 use crate::bucket::BucketError;
 use crate::object::{BatchPoint, Defect, Kind, ObjectDefect, ObjectKey};
 
-/// The result of a call of the protocol.
+/// The result of an operation of the protocol.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// The reason why a call of the protocol failed.
+/// The error of an operation of the protocol.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A request to the bucket failed and was given up.
+    /// A request to the bucket failed in every attempt.
     #[error("{action} {key}: {source}")]
     Bucket {
-        /// The request.
+        /// The action: `get`, `put`, `list` or `create`.
         action: &'static str,
-        /// The object.
-        key: ObjectKey,
-        /// The failure.
-        source: BucketError,
-    },
-    /// A create was given up before its outcome was known. The object may exist, or may still appear.
-    #[error("whether {key} was created is unknown: {source}; call again once the bucket can be reached")]
-    Unknown {
-        /// The object.
+        /// Key of the object.
         key: ObjectKey,
         /// The last failure.
         source: BucketError,
     },
-    /// Another writer has taken over the archive. Nothing was acknowledged after its fence.
+    /// Every attempt of a create failed, so its outcome is unknown. The object may exist or may still appear.
+    #[error("it is unknown whether {key} was created: {source}; call again once the bucket can be reached")]
+    Unknown {
+        /// Key of the object.
+        key: ObjectKey,
+        /// The last failure.
+        source: BucketError,
+    },
+    /// Another process took over the archive. No batch was acknowledged after its fence.
     #[error(
-        "the writer of term {term} was superseded: {found} was found where it had to be newest; close the store, and \
+        "the writer of term {term} was superseded: another process created {found}; close the store, and \
          restore or detach it"
     )]
     Superseded {
         /// Term of the superseded writer.
         term: u64,
-        /// The object that shows it.
+        /// Key of the object that the other process created.
         found: ObjectKey,
     },
-    /// The history of the directory does not contain the archived batches. Nothing was fenced or changed.
+    /// The last archived batch is not in the history of the directory. Nothing was changed.
     #[error(
         "the archive ends at {archived}, which is {reason} (the directory is at {local}); restore the archive into an \
          empty directory, or detach this directory"
@@ -51,12 +51,12 @@ pub enum Error {
         archived: BatchPoint,
         /// The newest batch of the directory.
         local: BatchPoint,
-        /// The difference.
+        /// The failed check.
         reason: Divergence,
     },
-    /// A boundary has passed the objects that were read.
+    /// A newer boundary permits deleting objects that were read.
     #[error(
-        "objects from position {position} on were deleted behind a newer boundary; start again from the newest state"
+        "a newer boundary has released the objects from position {position} on; read the newest state again"
     )]
     Overtaken {
         /// The lowest position that was read.
@@ -65,15 +65,15 @@ pub enum Error {
     /// An object that must exist is missing or invalid.
     #[error("{key} is damaged: {damage}")]
     Damaged {
-        /// The object.
+        /// Key of the object.
         key: ObjectKey,
         /// The damage.
         damage: Damage,
     },
-    /// The archive is empty, or ends before a fence that the directory recorded.
+    /// The archive is empty, or ends below the position of a fence that the directory recorded.
     #[error(
-        "the archive ends at position {end}, but this directory created position {recorded}; check the URL and the \
-         bucket's lifecycle rules, or detach this directory"
+        "the archive ends at position {end}, but this directory created a fence at position {recorded}; check the \
+         URL and the bucket's lifecycle rules, or detach this directory"
     )]
     ArchiveLost {
         /// Position of the fence that the directory recorded.
@@ -84,16 +84,16 @@ pub enum Error {
     /// The archive belongs to another store.
     #[error("the archive belongs to store {found}, not to store {expected}; use another URL")]
     IdentityMismatch {
-        /// Store of the archive.
+        /// Id of the store in the archive.
         found: StoreId,
-        /// Store of the directory.
+        /// Id of the store in the directory.
         expected: StoreId,
     },
-    /// The archive has no fence, so that there is nothing to restore.
+    /// The archive contains no fence, so there is nothing to restore.
     #[error("the archive is empty; check the URL")]
     Empty,
     /// The bucket does not behave as the protocol requires.
-    #[error("the bucket cannot hold an archive: {reason}; use another bucket or server")]
+    #[error("the bucket does not support archives: {reason}; use another bucket or server")]
     NotSupported {
         /// The failed check.
         reason: &'static str,
@@ -101,22 +101,22 @@ pub enum Error {
     /// Another process appended to the line during a prune.
     #[error("a {} was appended at position {position} during the prune; prune again", .kind.name())]
     Busy {
-        /// Position of the object.
+        /// Position of the appended object.
         position: u64,
-        /// Kind of the object.
+        /// Kind of the appended object.
         kind: Kind,
     },
-    /// A manifest cannot be appended before the run that holds its end.
+    /// The run that contains the end of a snapshot must be appended before its manifest.
     #[error(
         "the snapshot needs the log up to lsn {end}, but only lsn {archived} is archived; append the run first"
     )]
     EndNotArchived {
-        /// Lsn up to which the snapshot needs the log.
+        /// Lsn of the last batch that a restore of the snapshot replays.
         end: u64,
-        /// Last archived Lsn.
+        /// Lsn of the last archived batch.
         archived: u64,
     },
-    /// A named snapshot is older than the newest one in the archive. They are archived in order.
+    /// A named snapshot is older than the newest one in the archive. Named snapshots must be archived in order.
     #[error(
         "snapshot {snapshot} is not newer than the newest named snapshot of the archive, {newest}; take a new one"
     )]
@@ -126,49 +126,49 @@ pub enum Error {
         /// Number of the newest named snapshot of the archive.
         newest: SnapshotId,
     },
-    /// The runs from which a snapshot needs the log are not in the archive.
+    /// The log that a snapshot needs is not in the archive.
     #[error("the archive does not contain the log from lsn {redo} on; archive a newer snapshot")]
     StartNotKept {
-        /// Lsn from which the snapshot needs the log.
+        /// Lsn after which a restore of the snapshot replays the log.
         redo: u64,
     },
-    /// A writer's call without a fence.
+    /// A writer operation was called without a fence.
     #[error("no fence was created; call `fence` first")]
     NoFence,
-    /// A call while the outcome of an append is unknown.
+    /// The operation is not permitted while the outcome of an append is unknown.
     #[error("the outcome of an append is unknown; call `append_run` first")]
     AppendPending,
-    /// A cut at a point that no kept manifest precedes.
+    /// The line cannot be read or cut at a batch that no kept manifest precedes.
     #[error("no kept manifest ends at or below lsn {lsn}; choose a later point")]
     CutTooOld {
-        /// The point.
+        /// Lsn of the batch.
         lsn: u64,
     },
-    /// An object would exceed the limits of the format.
+    /// An object exceeds a limit of the format.
     #[error("{key} cannot be encoded: {source}")]
     TooLarge {
-        /// The object.
+        /// Key of the object.
         key: ObjectKey,
         /// The exceeded limit.
         source: ObjectDefect,
     },
     /// The directory could not be read or written.
-    #[error("the directory of the store: {0}")]
+    #[error("store directory: {0}")]
     Local(#[from] std::io::Error),
 }
 
-/// The difference between a directory and its archive.
+/// The reason why a directory cannot continue its archive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Divergence {
-    /// The newest fence was created by another directory. A takeover waives this check.
+    /// The directory has no record of the newest fence, so another directory created it. A takeover waives this check.
     UnknownFence,
-    /// The directory never had a named snapshot that the archive keeps. A takeover waives this check, and gives up
-    /// the name.
+    /// The archive keeps a named snapshot that the directory never had. A takeover waives this check and removes the
+    /// snapshot from the archive.
     UnknownName,
-    /// The last archived batch is not in the directory, or another batch is in its place.
+    /// The history of the directory does not contain the last archived batch.
     NotOnLine,
-    /// The last archived batch is above the point up to which the next opening keeps the log.
+    /// The last archived batch is above the newest batch that a durable mark proves, so the next opening would drop it.
     Unproven,
 }
 
@@ -183,42 +183,42 @@ impl std::fmt::Display for Divergence {
     }
 }
 
-/// The damage of an object.
+/// The kind of damage of an object.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Damage {
-    /// The object does not exist, and no boundary has passed it.
+    /// The object does not exist, although no boundary has passed it.
     #[error("missing; usual causes are a lifecycle rule, a replica bucket, or an archive tier")]
     Missing,
-    /// The bytes are invalid.
+    /// The bytes of the object are invalid.
     #[error(transparent)]
     Bytes(#[from] ObjectDefect),
-    /// The object does not name the object that is stored before it.
-    #[error("it follows another object than the one that is stored before it")]
+    /// The object's nonce of the preceding object differs from that object's nonce.
+    #[error("its nonce of the preceding object does not match that object")]
     NotNext,
-    /// The frames do not continue the state before them.
+    /// The frames of a run do not continue the state before them.
     #[error("its frames continue {found}, but the state before them is {expected}")]
     Gap {
-        /// The batch that the run continues.
+        /// The batch after which the frames start.
         found: BatchPoint,
         /// The last batch of the state.
         expected: BatchPoint,
     },
-    /// The line ends before the end of a snapshot.
+    /// The line ends below the end of a snapshot.
     #[error("the snapshot needs the log up to {end}, but the line ends at {found}")]
     EndNotReached {
-        /// The batch up to which the snapshot needs the log.
+        /// The batch up to which a restore of the snapshot replays the log.
         end: BatchPoint,
         /// The last batch of the line.
         found: BatchPoint,
     },
-    /// An object of a kind that nobody may have created here.
-    #[error("a {} of another writer was found at a position that only a fence or a boundary can take", .0.name())]
+    /// An object has a kind that is not valid at its position.
+    #[error("another writer created a {} at a position where only a fence or a boundary is valid", .0.name())]
     Unexpected(Kind),
-    /// No manifest is kept from which a restore could start.
+    /// No kept manifest exists from which a restore could start.
     #[error("no kept manifest precedes it")]
     NoStart,
-    /// The bucket refuses to create the object and does not contain it.
+    /// The bucket refuses to create the object, but does not contain it.
     #[error("the bucket refuses to create it but does not contain it")]
     Refused,
 }
@@ -232,7 +232,7 @@ impl Error {
         Error::Damaged { key, damage: Damage::Bytes(defect) }
     }
 
-    /// Returns true if the object is damaged because it belongs to another store.
+    /// Returns true if the error is damage because the object belongs to another store.
     #[must_use]
     pub fn is_foreign(&self) -> bool {
         let Error::Damaged { damage: Damage::Bytes(defect), .. } = self else { return false };

@@ -1,4 +1,4 @@
-//! The files of a store directory: reads, durable writes, and reads from the medium.
+//! Reads and durable writes of the files in a store directory.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
@@ -32,11 +32,12 @@ impl StoreFiles {
         File::open(self.path(file)).map_err(|error| named(file, &error))
     }
 
-    /// Reads a whole file of at most `len_max` bytes. Returns `None` if the file does not exist.
+    /// Reads a whole file. Returns `None` if the file does not exist, and an error if it is longer than `len_max`
+    /// bytes.
     pub fn read_whole(&self, file: FileName, len_max: u64) -> io::Result<Option<Vec<u8>>> {
         let Some(len) = ReadAt::len(self, file)? else { return Ok(None) };
         if len > len_max {
-            let error = format!("{file} has {len} bytes, at most {len_max} are permitted");
+            let error = format!("{file} is {len} bytes long, but at most {len_max} bytes are permitted");
             return Err(io::Error::new(ErrorKind::InvalidData, error));
         }
         let mut bytes = vec![0; len as usize];
@@ -44,7 +45,7 @@ impl StoreFiles {
         Ok(Some(bytes))
     }
 
-    /// Writes bytes of a file, which is created if it does not exist. The bytes are not synced.
+    /// Writes `bytes` at `offset` without syncing. Creates the file if it does not exist.
     pub fn write_at(&self, file: FileName, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let open = OpenOptions::new().write(true).create(true).truncate(false).open(self.path(file));
         open.and_then(|open| open.write_all_at(bytes, offset)).map_err(|error| named(file, &error))
@@ -61,7 +62,7 @@ impl StoreFiles {
         self.open(file)?.sync_all().map_err(|error| named(file, &error))
     }
 
-    /// Syncs a file and removes its bytes from the page cache, so that the next read is from the medium.
+    /// Syncs a file and drops it from the page cache, so that the next read comes from the medium.
     pub fn sync_and_drop_cache(&self, file: FileName) -> io::Result<()> {
         let open = self.open(file)?;
         open.sync_all().map_err(|error| named(file, &error))?;
@@ -69,12 +70,12 @@ impl StoreFiles {
         dropped.map_err(|errno| named(file, &errno.into()))
     }
 
-    /// Syncs the names in a folder.
+    /// Syncs the directory entries of a folder.
     pub fn sync_folder(&self, folder: Folder) -> io::Result<()> {
         File::open(self.root.join(folder.name()))?.sync_all()
     }
 
-    /// Creates the folders of a store.
+    /// Creates the folders of a store that do not exist.
     pub fn make_folders(&self) -> io::Result<()> {
         for folder in Folder::INNER {
             fs::create_dir_all(self.root.join(folder.name()))?;
@@ -82,7 +83,7 @@ impl StoreFiles {
         self.sync_folder(Folder::Root)
     }
 
-    /// Writes a file under a temporary name, syncs it, gives it its name, and syncs the folder.
+    /// Replaces a file atomically and durably: writes a temporary file, syncs it, renames it, and syncs the folder.
     pub fn publish(&self, file: FileName, bytes: &[u8]) -> io::Result<()> {
         let temporary = FileName::Temporary(file.folder(), 0);
         self.remove(temporary)?;
@@ -92,7 +93,7 @@ impl StoreFiles {
         self.sync_folder(file.folder())
     }
 
-    /// Removes a file, if it exists.
+    /// Removes a file. Succeeds if the file does not exist.
     pub fn remove(&self, file: FileName) -> io::Result<()> {
         match fs::remove_file(self.path(file)) {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(named(file, &error)),
@@ -100,7 +101,7 @@ impl StoreFiles {
         }
     }
 
-    /// Returns all files in the folders inside the directory.
+    /// Returns the store files in all folders inside the directory.
     pub fn inner_files(&self) -> io::Result<Vec<FileName>> {
         let mut files = Vec::new();
         for folder in Folder::INNER {
@@ -110,7 +111,7 @@ impl StoreFiles {
         Ok(files)
     }
 
-    /// Returns the parts of a file, in order, with their checksums.
+    /// Splits a file into parts, and returns them in order with their checksums.
     pub fn parts_of(&self, role: Role, number: u64) -> io::Result<Vec<Part>> {
         let file = file_of(role, number)?;
         let len = ReadAt::len(self, file)?.ok_or_else(|| named(file, &ErrorKind::NotFound.into()))?;
@@ -127,7 +128,7 @@ impl StoreFiles {
         Ok(parts)
     }
 
-    /// Returns the bytes of a part, after comparing their checksum.
+    /// Returns the bytes of a part. Returns an error if its checksum does not match.
     pub fn read_part(&self, part: &Part) -> io::Result<Vec<u8>> {
         let file = file_of(part.role, part.file)?;
         let mut bytes = vec![0; part.len.min(PART_LEN_MAX as u64) as usize];
@@ -135,13 +136,12 @@ impl StoreFiles {
         if crc64(&bytes) == part.crc && bytes.len() as u64 == part.len {
             return Ok(bytes);
         }
-        let error =
-            format!("{file} has other bytes at offset {} than when its checksum was computed", part.offset);
+        let error = format!("{file} has changed at offset {} since its checksum was computed", part.offset);
         Err(io::Error::new(ErrorKind::InvalidData, error))
     }
 }
 
-/// Returns the file of which a part is.
+/// Returns the name of the file to which a part belongs.
 pub(super) fn file_of(role: Role, number: u64) -> io::Result<FileName> {
     match role {
         Role::Images => Ok(FileName::Pages(number)),
@@ -151,12 +151,12 @@ pub(super) fn file_of(role: Role, number: u64) -> io::Result<FileName> {
     }
 }
 
-/// Adds the name of a file to an error.
+/// Adds the file name to the message of an error.
 fn named(file: FileName, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{file}: {error}"))
 }
 
-/// Returns damage as an I/O error.
+/// Converts damage to an I/O error.
 pub(super) fn invalid(damage: impl std::fmt::Display) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, damage.to_string())
 }
@@ -164,7 +164,7 @@ pub(super) fn invalid(damage: impl std::fmt::Display) -> io::Error {
 impl ReadAt for StoreFiles {
     fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
         match fs::read_dir(self.root.join(folder.name())) {
-            // A name that is not UTF-8 is not that of a file of a store.
+            // Store file names are valid UTF-8. Other names do not match any of them after the conversion.
             Ok(entries) => {
                 entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
             }

@@ -1,4 +1,4 @@
-//! The directory of a store that this process has open.
+//! Reads the directory of a store that this process has open.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -14,34 +14,34 @@ use crate::line::SnapshotParts;
 use crate::object::BatchPoint;
 
 impl ArchivedDirectory {
-    /// Reads STORE again, to which an open may have added features.
+    /// Reads STORE again. An open may have added features to it since it was last read.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of reading from the disk, also if STORE is damaged.
     pub fn reload_store(&mut self) -> io::Result<()> {
         (self.store_file, self.survey.store) = read_store(&self.files)?;
         Ok(())
     }
 
-    /// Records which batches were appended, and the opening that they follow. `proven` is the newest batch under a durable
-    /// mark that is itself synced: no later open of the directory drops it (rule 7).
+    /// Reads the current segments of the log, and raises the batch up to which it may be archived to `proven`: the
+    /// newest batch under a durable mark that is itself synced. No later open drops this batch (rule 7).
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of reading from the disk.
     pub fn advance(&mut self, proven: Lsn) -> io::Result<()> {
         self.survey.log = LogMap::read(&self.files, self.survey.store.store).map_err(invalid)?;
-        // A walk to a proven batch needs no manifest, and those of a large store take much memory.
+        // Following the log to a proven batch needs no manifests, and the manifests of a large store use much memory.
         self.survey.links.clear();
         self.log.advance(proven, &self.survey.log);
         Ok(())
     }
 
-    /// Returns the parts of a snapshot that was published and verified since the directory was read. The caller holds the
-    /// snapshot, and the log from its `redo` on (rule 13). `archived` is the last archived batch, as for
+    /// Returns the parts of a snapshot that was published and verified after the directory was read. The caller must
+    /// retain the snapshot and the log after its `redo` (rule 13). `archived` is the last archived batch; see
     /// [`newest_snapshot`](Self::newest_snapshot).
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of reading from the disk.
     pub fn snapshot(&mut self, id: SnapshotId, archived: &BatchPoint) -> io::Result<SnapshotParts> {
         self.survey.links = read_links(&self.files, &self.survey.store, &|_| None).map_err(invalid)?;
         let mut files = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! Frames of the log under a durable mark, for runs and for snapshots that follow a gap (rules 7 and 28).
+//! Reads frames under a durable mark, for runs and for snapshots that follow a gap (rules 7 and 28).
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -16,29 +16,29 @@ use super::files::{StoreFiles, invalid};
 use crate::local::SealedFrames;
 use crate::object::{BatchPoint, PART_LEN_MAX, Part, Role, crc64};
 
-/// Maximum length in bytes of the frames of a run, except that a run contains at least one batch.
+/// Maximum length of the frames of a run in bytes. A run with a single batch may be longer.
 const RUN_LEN_MAX: usize = 8 << 20;
-/// Distance in bytes of frames between two points of the index.
+/// Minimum distance between two points of the index, in bytes of frames.
 const INDEX_STEP: u64 = 1 << 20;
 
-/// The part of the log that is kept with all files that its batches name.
+/// An index of the log from the oldest state from which replay can start.
 #[derive(Debug)]
 pub(super) struct LogIndex {
-    /// Points at which a walk can start, in the order of the log.
+    /// Points at which reads of the log can start, in log order.
     points: RefCell<Vec<LogPoint>>,
     /// The newest batch that a durable mark proves.
     proven: Lsn,
-    /// The end of the log when it was read.
+    /// The end of the log when the directory was read.
     pub end: LogEnd,
     /// The states from which replay can start.
     pub reach: Reach,
 }
 
 impl LogIndex {
-    /// Follows the log from the oldest start to its end.
+    /// Reads the log from the oldest state from which it can be followed to its end.
     pub fn read(survey: &Survey, files: &StoreFiles) -> io::Result<Self> {
         let (_, reach) = Reach::at_the_end(survey, files).ok_or_else(|| {
-            invalid("the log cannot be followed to its end from any snapshot; check the store")
+            invalid("the log cannot be followed to its end from any snapshot; run `remanent verify`")
         })?;
         let snapshots = survey.readable().filter(|link| reach.role(link.snapshot) == StartRole::Start);
         let mut starts: Vec<LogPoint> = snapshots.map(|link| link.redo).collect();
@@ -53,19 +53,21 @@ impl LogIndex {
                 Err(error) => failure = Some(error),
             }
         }
-        Err(failure.unwrap_or_else(|| invalid("replay can start from no snapshot; check the store")))
+        Err(failure.unwrap_or_else(|| {
+            invalid("there is no snapshot from which replay can start; run `remanent verify`")
+        }))
     }
 
-    /// Returns the last indexed point at or before a batch.
+    /// Returns the last indexed point at or below a batch.
     fn point_before(&self, lsn: Lsn) -> Option<LogPoint> {
         let points = self.points.borrow();
         let count = points.partition_point(|point| point.lsn <= lsn);
         points[..count].last().copied()
     }
 
-    /// Replaces the newest proven batch. `log` is the log as it is now. Points are dropped whose segment was recycled, whose
-    /// incarnation an opening left out, or after the old proven batch, because an opening may have dropped or copied the
-    /// batches there.
+    /// Sets the newest proven batch. `log` contains the current segments. Drops points in recycled segments, in
+    /// incarnations that are no longer in the history, and above the previous proven batch, because an opening may have
+    /// dropped or copied these batches.
     pub(super) fn advance(&mut self, proven: Lsn, log: &LogMap) {
         let first = log.segments().keys().next().copied().unwrap_or_default();
         let is_on_line =
@@ -79,7 +81,7 @@ impl LogIndex {
         self.proven = proven;
     }
 
-    /// Adds the end of a batch to the index.
+    /// Inserts the end of a batch into the index.
     fn insert(&self, point: LogPoint) {
         let mut points = self.points.borrow_mut();
         let at = points.partition_point(|known| known.lsn < point.lsn);
@@ -88,7 +90,7 @@ impl LogIndex {
         }
     }
 
-    /// Adds the end of a batch to the index, if it is the last one.
+    /// Appends the end of a batch to the index if it is above all indexed points.
     pub(super) fn push(&self, point: LogPoint) {
         let mut points = self.points.borrow_mut();
         if points.last().is_none_or(|last| last.lsn < point.lsn) {
@@ -97,14 +99,14 @@ impl LogIndex {
     }
 }
 
-/// Follows the log from `start` to its end. Returns points at which later walks can start.
+/// Reads the log from `start` to its end. Returns points at which later reads can start, and the end.
 fn follow(survey: &Survey, files: &StoreFiles, start: LogPoint) -> io::Result<(Vec<LogPoint>, LogEnd)> {
     let mut walk = LogWalk::new(files, &survey.log, start, survey.mark()).map_err(invalid)?;
     let mut points = vec![start];
     let mut passed = 0;
     while let Some(frame) = walk.next().map_err(invalid)? {
         passed += frame.header.frame_len();
-        // Of several points with one Lsn, `point_before` must return the end of the batch.
+        // If several points have the same Lsn, `point_before` must return the end of the batch.
         if passed >= INDEX_STEP && frame.header.kind == FrameKind::Batch {
             points.push(frame.end);
             passed = 0;
@@ -114,25 +116,25 @@ fn follow(survey: &Survey, files: &StoreFiles, start: LogPoint) -> io::Result<(V
     Ok((points, end))
 }
 
-/// Files that frames name.
+/// Image files and tables that frames name.
 #[derive(Default)]
 struct NamedFiles(BTreeSet<(Role, u64)>);
 
 impl ArchivedDirectory {
-    /// Returns true if the log after `archived` is kept, so that runs can continue it.
+    /// Returns true if the log after batch `archived` is retained, so that a run can continue after it.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of reading from the disk.
     pub fn continues(&self, archived: &BatchPoint) -> io::Result<bool> {
         let found = self.point_at(archived.lsn)?;
         Ok(found.is_some_and(|point| point.chain == archived.chain))
     }
 
-    /// Remembers where a batch ends, so that the log after it is found although the log before it was recycled
-    /// meanwhile.
+    /// Adds the end of batch `lsn` to the index. The log after the batch can then be read even if the log before it is
+    /// recycled.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of reading from the disk.
     pub fn remember(&self, lsn: Lsn) -> io::Result<()> {
         if let Some(point) = self.point_at(lsn)? {
             self.log.insert(point);
@@ -140,7 +142,7 @@ impl ArchivedDirectory {
         Ok(())
     }
 
-    /// Returns the point after a batch that a durable mark proves, or `None` if the log does not contain it.
+    /// Returns the point after a proven batch, or `None` if the log does not contain it or it is not proven.
     pub(super) fn point_at(&self, lsn: Lsn) -> io::Result<Option<LogPoint>> {
         let Some(from) = self.log.point_before(lsn).filter(|_| lsn <= self.log.proven) else {
             return Ok(None);
@@ -161,14 +163,15 @@ impl ArchivedDirectory {
         LogWalk::new(&self.files, &self.survey.log, from, self.survey.mark()).map_err(invalid)
     }
 
-    /// Returns the next frames after `archived`, and records the last batch.
+    /// Returns the frames of the next run after `archived`, or `None` if no later batch is proven. First records the
+    /// last batch of the run in ARCHIVE.
     pub(super) fn frames_after(&self, archived: &BatchPoint) -> io::Result<Option<SealedFrames>> {
         let proven = self.log.proven;
         if proven <= archived.lsn {
             return Ok(None);
         }
         let from = self.point_at(archived.lsn)?.filter(|point| point.chain == archived.chain);
-        let from = from.ok_or_else(|| invalid(format!("the log after {archived} is not kept")))?;
+        let from = from.ok_or_else(|| invalid(format!("the log after {archived} was recycled")))?;
         let mut walk = self.walk(from)?;
         let mut bytes = Vec::new();
         let (mut end, mut len) = (from, 0);
@@ -186,7 +189,7 @@ impl ArchivedDirectory {
                 (end, len) = (frame.end, bytes.len());
             }
         }
-        bytes.truncate(len); // A run ends with a batch.
+        bytes.truncate(len); // Drops seals after the last batch.
         if len == 0 {
             return Err(invalid(format!("the log ends before lsn {proven}, which a mark proves")));
         }
@@ -197,7 +200,7 @@ impl ArchivedDirectory {
         Ok(Some(SealedFrames { before: *archived, after, bytes, files }))
     }
 
-    /// Notes the files that a batch names.
+    /// Adds the files that a batch names to `named`.
     fn note_files(&self, header: &FrameHeader, payload: &[u8], named: &mut NamedFiles) -> io::Result<()> {
         let file = FileName::Segment(header.segment);
         let ops = decode_payload(payload);
@@ -225,8 +228,8 @@ impl ArchivedDirectory {
         Ok(parts)
     }
 
-    /// Returns the frames from `redo` to the batch `end` as parts, and the parts of the files that they name. Also returns
-    /// the point after that batch.
+    /// Returns the frames from `redo` to batch `end` as parts, and the parts of the files that they name. Also returns
+    /// the point after `end`.
     pub(super) fn gap_parts(&mut self, redo: LogPoint, end: Lsn) -> io::Result<(Vec<Part>, LogPoint)> {
         let mut named = NamedFiles::default();
         let mut frames = Vec::new();
@@ -252,7 +255,7 @@ impl ArchivedDirectory {
                 frames.push((part, (before, skipped)));
                 offset += len;
                 bytes = rest;
-                // The next part begins within this frame, or at its end.
+                // The next part starts within this frame or at its end.
                 consumed += len - start;
                 start = 0;
                 (before, skipped) = (frame_before, consumed);
@@ -265,11 +268,11 @@ impl ArchivedDirectory {
         Ok((parts, point))
     }
 
-    /// Returns the bytes of a part of frames that [`gap_parts`](Self::gap_parts) returned.
+    /// Returns the bytes of a frame part that [`gap_parts`](Self::gap_parts) returned.
     pub(super) fn read_frames(&self, part: &Part) -> io::Result<Vec<u8>> {
         let known = self.frame_parts.get(part).copied();
         let (from, mut skipped) =
-            known.ok_or_else(|| invalid("the part is not one of the newest snapshot"))?;
+            known.ok_or_else(|| invalid("the part does not belong to the newest snapshot"))?;
         let mut walk = self.walk(from)?;
         let mut bytes = Vec::new();
         let mut frame_bytes = Vec::new();
@@ -291,7 +294,7 @@ impl ArchivedDirectory {
     }
 }
 
-/// Appends a frame as it is in the log.
+/// Appends a frame in its encoding in the log, including padding.
 fn push_frame(bytes: &mut Vec<u8>, header: &FrameHeader, payload: &[u8]) {
     let end = bytes.len() + header.frame_len() as usize;
     bytes.extend_from_slice(&header.encode().0);
@@ -299,7 +302,7 @@ fn push_frame(bytes: &mut Vec<u8>, header: &FrameHeader, payload: &[u8]) {
     bytes.resize(end, 0);
 }
 
-/// Returns the batch whose frame ends at a point.
+/// Returns the batch that ends at a point.
 fn of_frame(point: LogPoint) -> BatchPoint {
     BatchPoint { incarnation: point.incarnation, lsn: point.lsn, chain: point.chain }
 }

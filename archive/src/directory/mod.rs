@@ -1,19 +1,19 @@
-//! The directory of a store on disk: what an archive copies, and a restore into a new directory.
+//! Reads store directories for archiving, and writes new ones for restores.
 //!
-//! [`ArchivedDirectory`] reads a store that no other process has open, through [`remanent_format`] alone.
-//! [`RestoreTarget`] writes a directory that the engine opens.
+//! [`ArchivedDirectory`] reads a store with [`remanent_format`] alone, without the engine. [`RestoreTarget`] writes a
+//! directory that the engine can open.
 //!
-//! Both need the writer's lock of the directory. The lock is the engine's, and the caller passes its guard as a
-//! [`WriterLock`].
+//! Both require the writer lock of the directory. The engine defines this lock; the caller acquires it and passes its
+//! guard as a [`WriterLock`].
 //!
 //! | file | purpose |
 //! |---|---|
-//! | `restore.rs` | a directory that is restored: parts, frames |
-//! | `opening.rs` | the end of a restore: its own opening, proofs, STORE |
-//! | `live.rs` | the directory of a store that this process has open |
-//! | `snapshot.rs` | a snapshot as parts |
-//! | `named.rs` | named snapshots |
-//! | `log.rs` | frames under a durable mark |
+//! | `restore.rs` | writes the parts and frames of a restored directory |
+//! | `opening.rs` | completes a restore: opening, verification, STORE |
+//! | `live.rs` | reads the directory of a store that this process has open |
+//! | `snapshot.rs` | reads a snapshot as parts |
+//! | `named.rs` | reads and compares named snapshots |
+//! | `log.rs` | reads frames under a durable mark |
 //! | `record.rs` | the file ARCHIVE |
 //! | `files.rs` | reads and durable writes |
 
@@ -49,20 +49,21 @@ pub use restore::RestoreTarget;
 /// Maximum length of STORE in bytes.
 const STORE_LEN_MAX: u64 = (StoreHeaderRaw::LEN + STORE_RECORD_LEN_MAX) as u64;
 
-/// A guard of the writer's lock of a store directory. While the guard lives, no other process and no other handle opens
-/// the store for writing.
+/// The guard of the writer lock of a store directory. While the guard exists, no other process and no other handle can
+/// open the store for writing.
 ///
-/// The type that implements this trait must hold the lock of the engine, which combines several locks of the file LOCK. A
-/// lock of another kind does not exclude the engine.
+/// A type that implements this trait must hold the engine's lock, which combines several locks of the file LOCK. Any
+/// other lock does not exclude the engine.
 pub trait WriterLock: std::fmt::Debug + Send {}
 
-/// The directory of a store that no other process has open for writing, as an archive sees it.
+/// A store directory that is archived. No other process may have the store open for writing.
 ///
-/// Only batches that a durable mark proves are archived. The files of the log are synced before they are read, so that the
-/// marks are durable, too (rule 7). A failed sync that the process that wrote the log did not report is not detected.
+/// Only batches that a durable mark proves are archived. The log files are synced before they are read, so that the
+/// marks are durable as well (rule 7). If an earlier sync failed and the process that wrote the log did not report it,
+/// this is not detected.
 ///
-/// The engine itself archives an open store: it reads the directory before it opens the store, and then states by
-/// [`advance`](Self::advance) how far the log may be archived.
+/// The engine uses this type to archive its own open store: it reads the directory before it opens the store, and later
+/// calls [`advance`](Self::advance) to state up to which batch the log may be archived.
 #[derive(Debug)]
 pub struct ArchivedDirectory {
     files: StoreFiles,
@@ -70,26 +71,26 @@ pub struct ArchivedDirectory {
     survey: Survey,
     random: u64,
     is_open: bool,
-    /// The named snapshots when the directory was read.
+    /// Named snapshots that existed when the directory was read.
     names_at_open: BTreeMap<SnapshotId, String>,
     log: LogIndex,
     record: RefCell<ArchiveRecord>,
-    /// The frames of parts after a gap: the point before the first frame, and the offset of the part after it.
+    /// For each frame part of a snapshot that follows a gap: the point before its first frame, and the number of bytes
+    /// of this frame that belong to earlier parts.
     frame_parts: HashMap<Part, (LogPoint, u64)>,
     _lock: Box<dyn WriterLock>,
 }
 
 impl ArchivedDirectory {
-    /// Reads the directory of a store. `lock` is the writer's lock of the directory, which is held until the value is
-    /// dropped.
+    /// Reads a store directory. `lock` is the writer lock of the directory; the value holds it until it is dropped.
     ///
     /// # Errors
-    /// Returns an error with the kind `NotFound` if there is no store at `path`, and with the kind `InvalidData` if STORE,
-    /// the log or ARCHIVE is damaged.
+    /// Returns an error of kind `NotFound` if `path` contains no store, and of kind `InvalidData` if STORE, the log or
+    /// ARCHIVE is damaged.
     pub fn open(path: &Path, lock: Box<dyn WriterLock>) -> io::Result<Self> {
         let files = StoreFiles::new(path);
         let (store_file, store) = read_store(&files)?;
-        // A mark counts only if it is durable itself (rule 7, [mark]).
+        // Syncs the marks, because a mark proves batches only if it is durable itself (rule 7, [mark]).
         for name in files.list(Folder::Log)? {
             if let Some(file @ FileName::Segment(_)) = FileName::parse(Folder::Log, &name) {
                 files.sync(file)?;
@@ -118,16 +119,17 @@ impl ArchivedDirectory {
         })
     }
 
-    /// States that this process has the store open, and archives it meanwhile.
+    /// Marks the store as being open in this process while it is archived.
     #[must_use]
     pub fn of_open_store(self) -> Self {
         Self { is_open: true, ..self }
     }
 
-    /// Records durably that the store may only be opened with the archive at `url` (rule 25).
+    /// Records `url` in ARCHIVE: from now on, the store can be opened only with the archive at this URL (rule 25).
+    /// Returns after the record is durable.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of writing to the disk.
     pub fn record_url(&self, url: &str) -> io::Result<()> {
         let mut record = self.record.borrow_mut();
         if record.url == url {
@@ -139,13 +141,14 @@ impl ArchivedDirectory {
         Ok(())
     }
 
-    /// Returns the newest batch that a durable mark proves.
+    /// Returns the newest batch that a durable mark proved when the directory was read.
     #[must_use]
     pub fn proven(&self) -> BatchPoint {
         self.batch_point(self.log.end.proven)
     }
 
-    /// Returns the batch at a point of the log: at the start of an incarnation, the last batch of the one before.
+    /// Returns the batch at a point of the log. At the start of an incarnation, this is the last batch of the previous
+    /// one.
     fn batch_point(&self, mut point: LogPoint) -> BatchPoint {
         let line = self.survey.log.line();
         while let Some((_, opening)) = line.iter().find(|(segment, opening)| opening.start(*segment) == point)
@@ -157,11 +160,12 @@ impl ArchivedDirectory {
             return BatchPoint::default();
         }
         let found = BatchPoint { incarnation, lsn, chain };
-        // The opening may be missing, so that `incarnation` only continued the batch.
+        // If the opening was recycled, `incarnation` may be that of a later incarnation without batches. The record has
+        // the original one.
         self.record.borrow().batch_at(&found).unwrap_or(found)
     }
 
-    /// Records durably that `batches` are in the history of the directory and may be archived.
+    /// Records in ARCHIVE that `batches` are in the history of the directory. Returns after the record is durable.
     fn record_batches(&self, batches: &[BatchPoint]) -> io::Result<()> {
         let batches: Vec<BatchPoint> = batches.iter().filter(|batch| batch.lsn.0 > 0).copied().collect();
         let mut record = self.record.borrow_mut();
@@ -207,7 +211,7 @@ impl LocalStore for ArchivedDirectory {
         self.survey.log.line().iter().filter_map(|(segment, _)| header(segment)).collect()
     }
 
-    /// Returns the chain hash of a batch that the next opening keeps.
+    /// Returns the chain hash of a recorded batch, or of one that the next opening keeps.
     fn chain_of(&self, incarnation: Incarnation, lsn: Lsn) -> io::Result<Option<u32>> {
         let record = self.record.borrow();
         let recorded =
@@ -241,7 +245,7 @@ impl LocalStore for ArchivedDirectory {
     }
 }
 
-/// Returns the bytes of STORE and their content.
+/// Returns the contents of STORE, as bytes and decoded.
 fn read_store(files: &StoreFiles) -> io::Result<(Vec<u8>, StoreFile)> {
     let bytes = files.read_whole(FileName::Store, STORE_LEN_MAX)?;
     let bytes = bytes.ok_or_else(|| {
@@ -251,7 +255,7 @@ fn read_store(files: &StoreFiles) -> io::Result<(Vec<u8>, StoreFile)> {
     Ok((bytes, store))
 }
 
-/// Draws a random number that a name of an object can contain.
+/// Draws a random number that fits into the key of a data object.
 fn random_number() -> io::Result<u64> {
     let mut bytes = [0; 8];
     let mut filled = 0;

@@ -1,4 +1,4 @@
-//! The named snapshots of a directory, and those that it gave up (rule 17).
+//! Reads the named snapshots of a directory, and determines which names were given up (rule 17).
 
 use std::collections::BTreeSet;
 use std::io;
@@ -14,23 +14,23 @@ use super::snapshot::image_files;
 use crate::line::NamedParts;
 use crate::object::{KeptSnapshot, Role};
 
-/// The difference between the named snapshots of a directory and those that its archive keeps.
+/// The differences between the named snapshots of a directory and of its archive.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NameChanges {
-    /// Snapshots that the archive keeps, but whose names the directory gave up.
+    /// Snapshots that the archive keeps although their names were given up in the directory.
     pub given_up: Vec<SnapshotId>,
-    /// Snapshots that both have.
+    /// Snapshots that both the directory and the archive contain.
     pub common: Vec<SnapshotId>,
 }
 
 impl ArchivedDirectory {
-    /// Returns the named snapshots after `newest`, oldest first, with all files that they name. `newest` is the newest
-    /// named snapshot that the archive keeps.
+    /// Returns the named snapshots that are newer than `newest`, oldest first, with the parts of all their files.
+    /// `newest` is the newest named snapshot in the archive, or `None` if it has none.
     ///
-    /// Every image is proven first. A snapshot with a damaged image is skipped, and its damage is added to `damaged`.
+    /// Verifies every image first. If an image is damaged, skips the snapshot and adds the damage to `damaged`.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of reading from the disk.
     pub fn new_named(
         &self,
         newest: Option<SnapshotId>,
@@ -46,7 +46,7 @@ impl ArchivedDirectory {
         Ok(found)
     }
 
-    /// Compares the named snapshots of a closed store with those that the archive keeps.
+    /// Compares the named snapshots of a closed store with those of the archive.
     #[must_use]
     pub fn name_changes(&self, catalog: &[KeptSnapshot]) -> NameChanges {
         let named: BTreeSet<SnapshotId> = self.named_ids().collect();
@@ -54,8 +54,9 @@ impl ArchivedDirectory {
         self.name_changes_of(catalog, is_complete, |kept| named.contains(&kept.snapshot))
     }
 
-    /// Compares the named snapshots that the directory has with those that the archive keeps. `is_complete` states
-    /// that the directory lost none. A snapshot that it lost, or may never have had, is not given up.
+    /// Compares the named snapshots of the directory, for which `has` returns true, with those of the archive.
+    /// `is_complete` states that the directory has lost no snapshot. A name counts as given up only if `is_complete` is
+    /// true and the directory had the snapshot before.
     #[must_use]
     pub fn name_changes_of(
         &self,
@@ -72,10 +73,11 @@ impl ArchivedDirectory {
         }
     }
 
-    /// Records durably the named snapshots that the directory and the archive have in common, unless they are recorded.
+    /// Records in ARCHIVE the named snapshots that both the directory and the archive contain. Returns after the record
+    /// is durable.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of writing to the disk.
     pub fn record_named(&self, named: &[SnapshotId]) -> io::Result<()> {
         let mut record = self.record.borrow_mut();
         if record.named == named {
@@ -87,11 +89,11 @@ impl ArchivedDirectory {
         Ok(())
     }
 
-    /// Returns a named snapshot that was published and verified since the directory was read, with all files that it
-    /// names. The caller holds the snapshot (rule 13).
+    /// Returns the parts of a named snapshot that was published and verified after the directory was read. The caller
+    /// must retain the snapshot (rule 13).
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of reading from the disk.
     pub fn named_snapshot(&mut self, id: SnapshotId) -> io::Result<NamedParts> {
         self.survey.links = read_links(&self.files, &self.survey.store, &|_| None).map_err(invalid)?;
         let files =
@@ -101,7 +103,7 @@ impl ArchivedDirectory {
         parts
     }
 
-    /// Returns the named snapshots that are kept and exact, oldest first.
+    /// Returns the named snapshots that need no replay and are not only links of other snapshots, oldest first.
     fn named_ids(&self) -> impl Iterator<Item = SnapshotId> {
         let links = self.survey.readable();
         let is_kept = |id| self.log.reach.role(id) != StartRole::Link;
@@ -113,7 +115,7 @@ impl ArchivedDirectory {
         let chain = self.survey.chain(id).map_err(invalid)?;
         let link = chain.first().ok_or_else(|| invalid("no link"))?;
         let name = link.name.clone().filter(|_| link.redo.lsn == link.end);
-        let name = name.ok_or_else(|| invalid(format!("snapshot {id} has no name, or is not exact")))?;
+        let name = name.ok_or_else(|| invalid(format!("snapshot {id} has no name or needs replay")))?;
         let mut parts = Vec::new();
         for link in &chain {
             parts.extend(self.files.parts_of(Role::Link, link.snapshot.0)?);

@@ -1,4 +1,4 @@
-//! The end of a restore: the directory's own opening, proofs from the medium, and STORE (rule 24).
+//! Completes a restore: the directory's own opening, verification from the medium, and STORE (rule 24).
 
 use std::io;
 
@@ -17,7 +17,7 @@ use super::restore::{RestoredSegment, RestoredState};
 use crate::line::RestoredEnd;
 use crate::local::FenceRecord;
 
-/// A named snapshot that is restored.
+/// The manifest of a restored named snapshot.
 #[derive(Clone, Copy, Debug)]
 struct NamedManifest {
     snapshot: SnapshotId,
@@ -26,12 +26,12 @@ struct NamedManifest {
 }
 
 impl RestoredState<'_> {
-    /// Completes the restore. STORE gets its name last: until then, the engine refuses the directory.
+    /// Completes the restore. Until STORE is published as the last step, the engine refuses to open the directory.
     ///
     /// 1. Complete the segments, and write an opening that lists the restored snapshots, and the empty segment after
     ///    it.
     /// 2. Sync all files and folders, and read everything back from the medium.
-    /// 3. Record the last batch and the named snapshots, so that the archive can be continued.
+    /// 3. Record the last batch and the named snapshots in ARCHIVE, so that the directory can continue the archive.
     /// 4. Publish STORE.
     pub fn finish(mut self, end: &RestoredEnd, claim: Option<FenceRecord>) -> io::Result<()> {
         self.check_complete()?;
@@ -59,7 +59,7 @@ impl RestoredState<'_> {
         self.files.publish(FileName::Store, &store_bytes)
     }
 
-    /// Reads the manifests of the named snapshots, oldest first.
+    /// Reads the manifests of the restored named snapshots. Returns them oldest first.
     fn read_named(&self, store: &StoreFile) -> io::Result<Vec<NamedManifest>> {
         let mut found = Vec::new();
         for kept in &self.named {
@@ -69,7 +69,7 @@ impl RestoredState<'_> {
                 && (link.redo.lsn, link.end, link.redo.chain)
                     == (kept.batch.lsn, kept.batch.lsn, kept.batch.chain);
             if !is_same {
-                return Err(invalid(format!("{file} is not that of the named snapshot {:?}", kept.name)));
+                return Err(invalid(format!("{file} does not belong to the named snapshot {:?}", kept.name)));
             }
             let (snapshot, manifest_crc) = (kept.snapshot, health.header_crc);
             found.push(NamedManifest { snapshot, manifest_crc, redo: link.redo });
@@ -78,8 +78,8 @@ impl RestoredState<'_> {
         Ok(found)
     }
 
-    /// Adds the openings that replay from the named snapshots needs. A snapshot may begin at the start of an
-    /// incarnation without batches, after the last frame or before the first one.
+    /// Adds the openings that replay from the named snapshots needs. The `redo` of a named snapshot may be the start of
+    /// an incarnation without batches, which may lie after the last frame or before the first one.
     fn cover_starts(&mut self, named: &[NamedManifest]) -> io::Result<()> {
         let start = self.start.unwrap_or_default();
         for NamedManifest { redo, .. } in named.iter().filter(|named| named.redo.lsn >= start.lsn) {
@@ -95,7 +95,7 @@ impl RestoredState<'_> {
         Ok(())
     }
 
-    /// Adds the segments from `redo` to the start of a later incarnation, which has the same batches.
+    /// Adds the segments of incarnations without batches, from `redo` to `start`, which is at the same batch.
     fn cover_before(&mut self, redo: LogPoint, start: LogPoint) -> io::Result<()> {
         let mut point = start;
         while point != redo {
@@ -108,13 +108,13 @@ impl RestoredState<'_> {
             };
             let at_start = RestoredSegment { opening: None, end: point.offset };
             self.segments.entry(segment).or_insert(at_start).opening = Some(opening);
-            point = opening.predecessor; // Its incarnation is lower, so that the loop ends.
+            point = opening.predecessor; // Its incarnation is lower, so the loop ends.
         }
         self.segments.entry(redo.segment).or_insert(RestoredSegment { opening: None, end: redo.offset });
         Ok(())
     }
 
-    /// Writes the headers of the segments that contain frames. Returns the segments.
+    /// Writes the headers of all segments with frames, and sets their lengths. Returns their numbers.
     fn complete_segments(&self, store: &StoreFile) -> io::Result<Vec<u64>> {
         for (number, segment) in &self.segments {
             let len = align_up(segment.end, GROUP_ALIGN).max(SEGMENT_LEN_MIN);
@@ -123,7 +123,7 @@ impl RestoredState<'_> {
         Ok(self.segments.keys().copied().collect())
     }
 
-    /// Writes the header of a segment, and frames after it.
+    /// Writes the header of a segment and the frames after it, and sets its length.
     fn write_segment(
         &self,
         store: &StoreFile,
@@ -139,7 +139,7 @@ impl RestoredState<'_> {
         self.files.set_len(file, len)
     }
 
-    /// Writes the directory's own opening, and the empty segment after it. Returns the two segments.
+    /// Writes the directory's own opening and an empty segment after it. Returns the numbers of both segments.
     fn write_opening(
         &self,
         store: &StoreFile,
@@ -148,7 +148,7 @@ impl RestoredState<'_> {
     ) -> io::Result<[u64; 2]> {
         let number = self.segments.keys().next_back().map_or(1, |last| last + 1);
         let predecessor = self.batch;
-        // A snapshot may begin at the start of an incarnation that has no batch.
+        // A named snapshot may start in an incarnation without batches.
         let highest = end.incarnation.max(predecessor.incarnation.number).max(self.highest_opening());
         let incarnation = Incarnation {
             number: highest.checked_add(1).ok_or_else(|| invalid("no incarnation number is left"))?,
@@ -182,8 +182,8 @@ impl RestoredState<'_> {
         Ok([number, number + 1])
     }
 
-    /// Returns the snapshots that the opening lists as verified. Seals of the archived log list snapshots that the
-    /// archive never contained.
+    /// Returns the snapshots that the new opening lists as verified. The seals of the archived log cannot be used,
+    /// because they list snapshots that the archive never contained.
     fn verified(&self, store: &StoreFile, named: &[NamedManifest]) -> io::Result<Vec<VerifiedSnapshot>> {
         let start = self.manifest.as_ref().map(|manifest| manifest.redo.lsn);
         let mut verified: Vec<VerifiedSnapshot> = Vec::new();
@@ -203,7 +203,7 @@ impl RestoredState<'_> {
         Ok(verified)
     }
 
-    /// Syncs everything, and reads it back from the medium (I7).
+    /// Syncs all files and folders, and reads them back from the medium (I7).
     fn sync_and_prove(&self, store: &StoreFile, segments: &[u64], named: &[NamedManifest]) -> io::Result<()> {
         for (role, file, _) in self.parts.keys() {
             self.files.sync_and_drop_cache(file_of(*role, *file)?)?;
@@ -220,7 +220,7 @@ impl RestoredState<'_> {
         self.prove_log(store, named)
     }
 
-    /// Follows the restored log to the directory's own opening, from each snapshot from which replay may start.
+    /// Reads the restored log up to the directory's own opening, from each snapshot from which replay can start.
     fn prove_log(&self, store: &StoreFile, named: &[NamedManifest]) -> io::Result<()> {
         let map = LogMap::read(self.files, store.store).map_err(invalid)?;
         let start = match self.start.filter(|_| self.manifest.is_some()) {

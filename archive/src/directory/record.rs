@@ -1,8 +1,9 @@
-//! The file ARCHIVE: the fences that a directory created, the last batches that it archived, and the named snapshots
-//! that it and the archive have in common, and the URL of the archive without which the store may not be opened.
+//! Reads and writes the file ARCHIVE. It contains the fences that the directory created, the last batches that it
+//! archived, the named snapshots that both the directory and the archive contain, and the URL of the archive if the
+//! store must not be opened without it.
 //!
-//! The log may be recycled beyond the last archived batch. The file then still proves that the batch is in the history of
-//! the directory: it was under a synced durable mark when it was recorded, so that every later open keeps it.
+//! The log below and at the last archived batch may be recycled. The file then proves that the batch is in the history
+//! of the directory: the batch was under a synced durable mark when it was recorded, so every later open keeps it.
 
 use std::io;
 
@@ -60,7 +61,7 @@ layout! {
         0 => position: u64,
         /// Nonce of the fence.
         8 => nonce: Nonce,
-        /// 1 if the directory knows that its fence was created, otherwise 0.
+        /// 1 if the fence is known to have been created, otherwise 0.
         24 => is_confirmed: u32,
         /// Reserved, always zero.
         28 => reserved: u32,
@@ -82,12 +83,12 @@ layout! {
 pub(super) struct ArchiveRecord {
     pub store: StoreId,
     pub fences: Vec<FenceRecord>,
-    /// The last archived batch, and one that may be archived.
+    /// The last archived batch, and the last batch of the run or snapshot that may be in progress.
     pub batches: Vec<BatchPoint>,
-    /// The named snapshots that the directory and the archive had in common. One that the directory lacks now was
+    /// Named snapshots that both the directory and the archive contained. If the directory now lacks one, its name was
     /// given up.
     pub named: Vec<SnapshotId>,
-    /// The URL of the archive without which the store may not be opened for writing, or an empty text.
+    /// URL of the archive without which the store must not be opened for writing, or an empty string.
     pub url: String,
 }
 
@@ -96,7 +97,7 @@ impl ArchiveRecord {
         Self { store, fences: Vec::new(), batches: Vec::new(), named: Vec::new(), url: String::new() }
     }
 
-    /// Reads the file. Returns an empty record if the file does not exist.
+    /// Reads the file. Returns a record without entries if the file does not exist.
     pub fn read(files: &StoreFiles, store: StoreId) -> io::Result<Self> {
         let Some(bytes) = files.read_whole(FileName::Archive, LEN_MAX)? else { return Ok(Self::new(store)) };
         let record = Self::decode(&bytes).map_err(|what| invalid(format!("ARCHIVE is damaged: {what}")))?;
@@ -106,19 +107,19 @@ impl ArchiveRecord {
         Err(invalid(format!("ARCHIVE belongs to store {}, but the directory to store {store}", record.store)))
     }
 
-    /// Publishes the file.
+    /// Replaces the file atomically and durably.
     pub fn publish(&self, files: &StoreFiles) -> io::Result<()> {
         if self.fences.len() > ENTRIES_MAX
             || self.batches.len() > ENTRIES_MAX
             || self.named.len() > NAMED_MAX
             || self.url.len() > URL_LEN_MAX
         {
-            return Err(invalid("ARCHIVE would have too many entries"));
+            return Err(invalid("too many entries for ARCHIVE"));
         }
         files.publish(FileName::Archive, &self.encode())
     }
 
-    /// Returns the recorded batch with the Lsn and chain hash of `point`, whatever its incarnation.
+    /// Returns the recorded batch that has the Lsn and chain hash of `point`. Ignores the incarnation of `point`.
     pub fn batch_at(&self, point: &BatchPoint) -> Option<BatchPoint> {
         let is_same = |known: &&BatchPoint| (known.lsn, known.chain) == (point.lsn, point.chain);
         self.batches.iter().find(is_same).copied()
@@ -158,7 +159,7 @@ impl ArchiveRecord {
         bytes
     }
 
-    /// Decodes the file. Returns the first wrong field as an error.
+    /// Decodes the file. Returns the name of the first invalid field as an error.
     fn decode(bytes: &[u8]) -> Result<Self, &'static str> {
         let (header, body) = bytes.split_first_chunk::<{ ArchiveFileRaw::LEN }>().ok_or("length")?;
         let raw = ArchiveFileRaw::from_bytes(header);

@@ -1,4 +1,4 @@
-//! A snapshot of a directory as parts of its files (rules 10 and 28).
+//! Reads a snapshot as parts of its files (rules 10 and 28).
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,21 +13,21 @@ use super::files::invalid;
 use crate::line::SnapshotParts;
 use crate::object::{BatchPoint, Manifest, Part, Role};
 
-/// Returns the numbers of the image files that a page needs.
+/// Returns the numbers of the image files that contain a page.
 pub(super) fn image_files(entry: &ManifestEntry) -> impl Iterator<Item = u64> {
     entry.image.into_iter().flat_map(|image| image.files()).map(|(file, _)| file)
 }
 
 impl ArchivedDirectory {
-    /// Returns the newest snapshot from which replay can start, with all files that it names. `archived` is the last
-    /// archived batch: if the log after it is not kept, the parts include the frames of the snapshot.
+    /// Returns the newest snapshot from which replay can start, with the parts of all its files. `archived` is the last
+    /// archived batch. If the log after this batch was recycled, the parts include the frames that the snapshot needs.
     ///
-    /// Every image of the snapshot is proven first. A snapshot with a damaged image is skipped, and its damage is added to
-    /// `damaged`. Returns `None` if there is no snapshot, or if the archive contains it: `newest` is the newest manifest
-    /// of the archive.
+    /// Verifies every image first. If an image is damaged, skips the snapshot and adds the damage to `damaged`. Returns
+    /// `None` if there is no snapshot, or if the archive contains it already. `newest` is the newest manifest of the
+    /// archive.
     ///
     /// # Errors
-    /// Returns the error of the disk.
+    /// Returns the error of reading from the disk.
     pub fn newest_snapshot(
         &mut self,
         archived: &BatchPoint,
@@ -49,7 +49,7 @@ impl ArchivedDirectory {
         Ok(None)
     }
 
-    /// Returns true if the archive contains the snapshot or a newer state.
+    /// Returns true if the archive contains the snapshot `id` or a newer state.
     fn is_archived(&self, id: SnapshotId, newest: &Manifest) -> bool {
         let Some(Ok((link, _))) = self.survey.links.get(&id) else { return false };
         let is_same = id == newest.snapshot
@@ -58,7 +58,7 @@ impl ArchivedDirectory {
         is_same || link.redo.lsn < newest.redo.lsn || newest.follows_gap && link.redo.lsn < newest.end.lsn
     }
 
-    /// Returns the image files of a snapshot after proving its images, or the damage.
+    /// Verifies the images of a snapshot. Returns the numbers of its image files, or the damage.
     pub(super) fn files_of(&self, id: SnapshotId) -> io::Result<Result<BTreeSet<u64>, Damage>> {
         let mut proofs = ImageProofs::new(&self.files);
         let mut files = BTreeSet::new();

@@ -58,7 +58,7 @@ fn probe_detects_a_bucket_that_ignores_conditions() {
     let text = refused.map_err(|error| error.to_string());
     assert_eq!(
         text,
-        Err("the bucket cannot hold an archive: a second create of one key succeeds; use another bucket or server".into())
+        Err("the bucket does not support archives: a second create of one key succeeds; use another bucket or server".into())
     );
 }
 
@@ -125,7 +125,7 @@ fn emptied_archive_is_not_begun_anew() {
     let again = stage.process(0);
     let Err(Stop::Violation(reason)) = block_on(again.open()) else { panic!("the archive is begun anew") };
     assert!(
-        reason.starts_with("the archive ends at position 0, but this directory created position 1"),
+        reason.starts_with("the archive ends at position 0, but this directory created a fence at position 1"),
         "{reason}"
     );
     assert!(stage.world.borrow().objects.is_empty());

@@ -512,7 +512,7 @@ fn verify_compares_objects_with_each_other() {
             }
             Content::Fence(_) => {
                 object.nonce_before.0[3] ^= 1;
-                "it follows another object"
+                "its nonce of the preceding object"
             }
             Content::Boundary(_) | Content::Catalog(_) => continue,
         };
@@ -669,11 +669,11 @@ fn server_failures_are_named_by_class() {
         }
         assert!(!failed.err.contains("hunter2"), "{}", failed.err);
     }
-    // A bucket that replaces objects cannot hold an archive.
+    // A bucket that replaces objects does not support archives.
     server.ignore_conditions();
     commit(&store, 1);
     let failed = finished(with_server(&server, &["archive", "push", &store, S3])).expect(2);
-    assert!(failed.err.contains("the bucket cannot hold an archive"), "{}", failed.err);
+    assert!(failed.err.contains("the bucket does not support archives"), "{}", failed.err);
 }
 
 /// A server that is away or limits the rate is shown while the command tries again, and Ctrl-C ends it.
