@@ -11,15 +11,15 @@ use remanent_format::{Lsn, SnapshotId, StoreId};
 use super::defect::{Cursor, Defect, ObjectDefect, check_field, check_limit, check_zeros};
 use super::header::{BatchPoint, Kind, Nonce, check_point};
 
-/// Bit of a fence's `flags`: the fence cuts the line.
+/// Bit in `flags` of a fence: the fence cuts the line.
 const FLAG_CUT: u32 = 1;
-/// Bit of a fence's `flags`: the writer archives the store while it is open.
+/// Bit in `flags` of a fence: the writer archives the store while it is open.
 const FLAG_OPEN: u32 = 2;
-/// Bit of a manifest's `flags`: the manifest follows a gap.
+/// Bit in `flags` of a manifest: the manifest follows a gap.
 const FLAG_GAP: u32 = 1;
 
 layout! {
-    /// The encoded head of a fence.
+    /// The encoded start of a fence.
     pub struct FenceRaw: 32 {
         /// Bit 0: the fence cuts the line at `cut`. Bit 1: the writer archives the store while it is open.
         0 => flags: u32,
@@ -27,33 +27,33 @@ layout! {
         4 => store_len: u32,
         /// Number of openings.
         8 => openings: u32,
-        /// The last batch that the line keeps, or zero if the fence does not cut.
+        /// The last batch that a cut keeps, or zero if the fence does not cut the line.
         12 => cut: BatchPoint,
     }
 }
 
 layout! {
-    /// The encoded head of a run.
+    /// The encoded start of a run.
     pub struct RunRaw: 40 {
-        /// The batch before the first frame.
+        /// The last batch before the first frame.
         0 => before: BatchPoint,
-        /// The last batch.
+        /// The last batch of the run.
         20 => after: BatchPoint,
     }
 }
 
 layout! {
-    /// The encoded content of a manifest.
+    /// The encoded contents of a manifest.
     pub struct ManifestRaw: 64 {
         /// Number of the snapshot.
         0 => snapshot: SnapshotId,
         /// Position of the run that contains `redo`.
         8 => start: u64,
-        /// The batch from which the snapshot needs the log.
+        /// The batch after which a restore of the snapshot replays the log.
         16 => redo: BatchPoint,
         /// Bit 0: the manifest follows a gap.
         36 => flags: u32,
-        /// The batch up to which the snapshot needs the log.
+        /// The batch up to which a restore of the snapshot replays the log.
         40 => end: BatchPoint,
         /// Reserved, always zero.
         60 => reserved: [u8; 4],
@@ -61,7 +61,7 @@ layout! {
 }
 
 layout! {
-    /// The encoded head of a boundary.
+    /// The encoded start of a boundary.
     pub struct BoundaryRaw: 64 {
         /// Number of the boundary.
         0 => number: u64,
@@ -71,9 +71,9 @@ layout! {
         16 => manifest: u64,
         /// Position of the newest fence below `start`, or zero if there is none.
         24 => fence: u64,
-        /// Nonce of that fence.
+        /// Nonce of that fence, or zero.
         32 => fence_nonce: Nonce,
-        /// Length of the content of that fence in bytes.
+        /// Length of that fence's contents in bytes, or zero.
         48 => fence_len: u32,
         /// Number of kept snapshots.
         52 => snapshots: u32,
@@ -83,7 +83,7 @@ layout! {
 }
 
 layout! {
-    /// The encoded head of a catalog.
+    /// The encoded start of a catalog.
     pub struct CatalogRaw: 8 {
         /// Number of kept snapshots.
         0 => snapshots: u32,
@@ -93,9 +93,9 @@ layout! {
 }
 
 layout! {
-    /// A named snapshot that a catalog or a boundary lists.
+    /// The encoded entry of a named snapshot in a catalog or boundary.
     pub struct KeptSnapshotRaw: 128 {
-        /// Position of the catalog that lists the snapshot's files.
+        /// Position of the catalog that lists the files of the snapshot.
         0 => position: u64,
         /// Nonce of that catalog.
         8 => nonce: Nonce,
@@ -105,97 +105,98 @@ layout! {
         32 => batch: BatchPoint,
         /// Length of the name in bytes.
         52 => name_len: u32,
-        /// The name, then zeros.
+        /// The name, padded with zeros.
         56 => name: [u8; SNAPSHOT_NAME_LEN_MAX],
-        /// Number of bytes of the files' parts.
+        /// Total length of the files of the snapshot in bytes.
         120 => bytes: u64,
     }
 }
 
-/// The content of a fence, which begins the term of a writer.
+/// The contents of a fence, which starts the term of a writer.
 ///
-/// A writer without a directory creates a fence without openings (a *claim*), reads the state up to it, and creates a
-/// second fence once its directory has an opening.
+/// A restore, which has no directory yet, creates a fence without openings (a *claim*), reads the state up to it, and
+/// creates a second fence after the directory has an opening.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fence {
-    /// The bytes of the STORE file.
+    /// The contents of the STORE file.
     pub store_file: Vec<u8>,
-    /// The headers of the openings since the last archived batch, oldest first.
+    /// The segment headers of the openings since the last archived batch, oldest first.
     pub openings: Vec<SegmentHeader>,
-    /// The last batch that the line keeps, if the fence cuts it (rule 8).
+    /// The last batch that remains on the line if the fence cuts it, otherwise `None` (rule 8).
     pub cut: Option<BatchPoint>,
-    /// Whether the writer archives the store while it is open, not after it was closed. A claim repeats this of the
-    /// fence before it.
+    /// Whether the writer archives the store while it is open. A claim copies this value from the previous fence.
     pub follows_open_store: bool,
 }
 
-/// The content of a run: frames of the log without gaps. If the object lists data objects, they contain the frames.
+/// The contents of a run: contiguous frames of the log. If the object lists data objects, the data objects contain the
+/// frames.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// The batch before the first frame.
+    /// The last batch before the first frame.
     pub before: BatchPoint,
-    /// The last batch.
+    /// The last batch of the run.
     pub after: BatchPoint,
-    /// The frames, or nothing if data objects contain them.
+    /// The frames. Empty if data objects contain them.
     pub frames: Vec<u8>,
 }
 
-/// The content of a manifest. The object lists every data object that a restore of the snapshot needs.
+/// The contents of a manifest. The object lists every data object that a restore of the snapshot needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Manifest {
     /// Number of the snapshot.
     pub snapshot: SnapshotId,
-    /// Position of the run that contains the batch after `redo`, or the manifest's own position if no run does.
+    /// Position of the run that contains the first batch after `redo`, or the manifest's own position if there is no
+    /// such run.
     pub start: u64,
-    /// The batch from which the snapshot needs the log.
+    /// The batch after which a restore of the snapshot replays the log.
     pub redo: BatchPoint,
-    /// The batch up to which the snapshot needs the log.
+    /// The batch up to which a restore of the snapshot replays the log.
     pub end: BatchPoint,
-    /// Whether batches between the last archived batch and `redo` are missing (rule 28). The manifest then lists the
-    /// frames from `redo` to `end` as data.
+    /// Whether batches between the last archived batch and `redo` were not archived (rule 28). The manifest then lists
+    /// the frames from `redo` to `end` as data objects.
     pub follows_gap: bool,
 }
 
-/// The content of a boundary: objects below `start` may be deleted, except the catalogs at the positions of kept
-/// snapshots and the data that those list.
+/// The contents of a boundary. It releases the objects below `start` and the data objects that only these list, except
+/// the catalogs of the snapshots in `snapshots` and the data objects that the catalogs list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Boundary {
-    /// Number of the boundary, from 1.
+    /// Number of the boundary, starting at 1.
     pub number: u64,
     /// The lowest position that is kept.
     pub start: u64,
-    /// Position of the manifest that is kept.
+    /// Position of the manifest for which the boundary was appended.
     pub manifest: u64,
-    /// The newest fence below `start`, which a restore needs for the identity of the store and for its openings.
+    /// The newest fence below `start`. A restore needs its STORE file and its openings.
     pub fence: Option<KeptFence>,
-    /// The named snapshots that are kept, as in the newest catalog below the boundary.
+    /// The named snapshots that are kept: those of the newest catalog below the boundary.
     pub snapshots: Vec<KeptSnapshot>,
 }
 
-/// The content of a catalog: all named snapshots that the archive keeps from here on, oldest first. If the last one
-/// is at the catalog's own position, the object lists the files of that snapshot.
+/// The contents of a catalog: all named snapshots that the archive keeps from here on, oldest first. If the last one is
+/// new, its position is that of the catalog, and the object lists its files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Catalog {
-    /// The snapshots.
+    /// The kept named snapshots.
     pub snapshots: Vec<KeptSnapshot>,
 }
 
-/// A fence that a boundary repeats.
+/// A copy of a fence, which a boundary contains.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeptFence {
     /// Position of the fence.
     pub position: u64,
     /// Nonce of the fence.
     pub nonce: Nonce,
-    /// Content of the fence.
+    /// Contents of the fence.
     pub content: Fence,
 }
 
-/// A named snapshot that the archive keeps. It is exact, so that it needs no frames: the files that the catalog at
-/// `position` lists are its state.
+/// A named snapshot that the archive keeps. A restore of it needs the files that the catalog at `position` lists, and
+/// no frames.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeptSnapshot {
-    /// Position of the catalog that lists the snapshot's files.
+    /// Position of the catalog that lists the files of the snapshot.
     pub position: u64,
     /// Nonce of that catalog.
     pub nonce: Nonce,
@@ -203,13 +204,13 @@ pub struct KeptSnapshot {
     pub snapshot: SnapshotId,
     /// The last batch that the snapshot contains.
     pub batch: BatchPoint,
-    /// The name: 1 to 64 bytes. No other kept snapshot has it.
+    /// The name, 1 to 64 bytes long. It is unique among the kept snapshots.
     pub name: String,
-    /// Number of bytes of the files' parts.
+    /// Total length of the files of the snapshot in bytes.
     pub bytes: u64,
 }
 
-/// The content of a line object.
+/// The contents of a line object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "each variant names its type")]
 pub enum Content {
@@ -220,13 +221,13 @@ pub enum Content {
     Catalog(Catalog),
 }
 
-/// The fields of a line object that its content must agree with.
+/// The fields of a line object against which its contents are checked.
 #[derive(Clone, Copy)]
 pub(super) struct OwnFields {
     pub store: StoreId,
     pub position: u64,
     pub nonce: Nonce,
-    /// Number and total length of the data objects in the object's list.
+    /// Number and total length in bytes of the data objects that the object lists.
     pub listed: u32,
     pub listed_bytes: u64,
 }
@@ -257,7 +258,7 @@ impl Content {
         }
     }
 
-    /// Decodes the content of a line object of `kind` (SPEC A8, A9, B1, B2 and B6).
+    /// Decodes the contents of a line object of `kind` (SPEC A8, A9, B1, B2 and B6).
     pub(super) fn decode(kind: Kind, cursor: &mut Cursor<'_>, own: OwnFields) -> Result<Self, ObjectDefect> {
         match kind {
             Kind::Run => Run::decode(cursor, own.listed).map(Content::Run),
@@ -335,7 +336,7 @@ impl Run {
         check_field(raw.before.lsn < raw.after.lsn, "last batch of a run", raw.after.lsn.0, at + 20)?;
         let at = cursor.offset();
         let frames = cursor.rest();
-        // The frames are either here or in data objects.
+        // The frames are either in the object or in data objects.
         check_field(frames.is_empty() != (listed == 0), "length of a run's frames", frames.len() as u64, at)?;
         Ok(Self { before: raw.before, after: raw.after, frames: frames.to_vec() })
     }
@@ -471,7 +472,7 @@ impl KeptSnapshot {
         out.extend_from_slice(&raw.to_bytes());
     }
 
-    /// Returns true if a name can be encoded.
+    /// Returns true if `name` can be encoded.
     #[must_use]
     pub fn is_name(name: &str) -> bool {
         (1..=SNAPSHOT_NAME_LEN_MAX).contains(&name.len())
@@ -503,7 +504,8 @@ impl KeptSnapshot {
     }
 }
 
-/// Decodes kept snapshots in an object at `position`: positions and numbers ascend, and no two names are equal.
+/// Decodes the kept snapshots in an object at `position`. Positions and numbers must increase, and names must be
+/// unique.
 fn decode_kept(
     cursor: &mut Cursor<'_>,
     count: u32,
@@ -537,14 +539,14 @@ fn check_range(
 }
 
 impl Boundary {
-    /// Returns true if `position` is kept by this boundary.
+    /// Returns true if this boundary keeps the object at `position`.
     #[must_use]
     pub fn keeps(&self, position: u64) -> bool {
         position >= self.start
     }
 }
 
-/// Returns the last batch of the previous incarnation that counts after an opening (W2 of the format).
+/// Returns the last batch before an opening (W2 of `format/SPEC.md`).
 #[must_use]
 pub fn predecessor(header: &SegmentHeader) -> BatchPoint {
     let Some(opening) = &header.opening else { return BatchPoint::default() };

@@ -1,8 +1,8 @@
-//! Defects in the bytes of an object, with their offsets.
+//! Defects in the encoding of an object, with their offsets.
 
 use remanent_format::layout::Field;
 
-/// The reason why bytes of an object are invalid.
+/// The reason why the bytes of an object are invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Defect {
@@ -14,8 +14,8 @@ pub enum Defect {
         /// Number of bytes that are available.
         have: u64,
     },
-    /// The object does not start with the magic number of an archive's objects.
-    #[error("not an object of an archive: the magic number does not match")]
+    /// The object does not start with the magic number of archive objects.
+    #[error("not an archive object: the magic number does not match")]
     Magic,
     /// The checksum of the header is wrong.
     #[error("header checksum is {found:#010x}, but the checksum of the bytes is {computed:#010x}")]
@@ -33,16 +33,16 @@ pub enum Defect {
         /// The checksum of the bytes.
         computed: u64,
     },
-    /// The object requires a version that this build does not support.
+    /// The object has a version that this build does not support.
     #[error("object version {found} is newer than this build")]
     Version {
-        /// Version that was found.
+        /// The version that was found.
         found: u32,
     },
     /// The object belongs to another store.
     #[error("belongs to another store")]
     Foreign,
-    /// The object is stored under a name that its header does not state.
+    /// The object is stored under another key than its header states.
     #[error("the header states another key")]
     Misplaced,
     /// A length or count exceeds its limit.
@@ -63,23 +63,23 @@ pub enum Defect {
         /// Value that was found.
         found: u64,
     },
-    /// A structure of the store's own format is invalid.
+    /// A structure of the store format, such as a segment header, is invalid.
     #[error(transparent)]
     Store(#[from] remanent_format::Defect),
 }
 
-/// A defect with its location in the object.
+/// A defect and its location in the object.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("at offset {offset}: {defect}")]
 pub struct ObjectDefect {
-    /// Offset of the invalid structure or field, in bytes from the start of the object.
+    /// Offset of the invalid structure or field in bytes, from the start of the object.
     pub offset: u64,
-    /// Reason why the bytes are invalid.
+    /// The reason why the bytes are invalid.
     pub defect: Defect,
 }
 
 impl Defect {
-    /// Returns the defect with its offset in the object.
+    /// Returns the defect together with its offset in the object.
     #[must_use]
     pub fn at(self, offset: usize) -> ObjectDefect {
         ObjectDefect { offset: offset as u64, defect: self }
@@ -109,7 +109,7 @@ pub(super) fn check_zeros(what: &'static str, bytes: &[u8], offset: usize) -> Re
     check_field(other.is_none(), what, other.map_or(0, |&byte| byte.into()), offset)
 }
 
-/// A reader of the structures of an object in their order. It never returns bytes past the end.
+/// Reads the structures of an object in order. Never reads past the end of the object.
 pub(super) struct Cursor<'a> {
     bytes: &'a [u8],
     offset: usize,
@@ -144,7 +144,7 @@ impl<'a> Cursor<'a> {
         bytes
     }
 
-    /// Checks that `count` structures of `len` bytes are available, before memory for them is reserved.
+    /// Checks that `count` structures of `len` bytes each are available. Call this before memory is reserved for them.
     pub(super) fn check_count(&self, count: u32, len: usize) -> Result<(), ObjectDefect> {
         let needed = u64::from(count) * len as u64;
         let have = self.bytes.len() as u64;
@@ -161,7 +161,7 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Appends the encoding of a field.
+/// Appends the encoding of a field to `bytes`.
 pub(super) fn put<T: Field>(out: &mut Vec<u8>, value: &T) {
     let at = out.len();
     out.resize(at + T::SIZE, 0);

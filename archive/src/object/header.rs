@@ -1,4 +1,4 @@
-//! The header with which every object of an archive starts.
+//! The header at the start of every object.
 
 use std::fmt;
 
@@ -11,11 +11,11 @@ use super::key::{DataKey, ObjectKey};
 
 /// Magic bytes at the start of every object.
 pub const OBJECT_MAGIC: [u8; 8] = *b"RMNTARCH";
-/// Version of the objects.
+/// Version of the object format.
 pub const OBJECT_VERSION: u32 = 1;
-/// Maximum length of a line object, a copy of a boundary, a hint or a probe, in bytes.
+/// Maximum length in bytes of a line object, a copy of a boundary, a hint or a probe.
 pub const LINE_OBJECT_LEN_MAX: usize = 4 << 20;
-/// Maximum length of a data object, in bytes.
+/// Maximum length of a data object in bytes.
 pub const DATA_OBJECT_LEN_MAX: usize = 8 << 20;
 
 layout! {
@@ -23,23 +23,23 @@ layout! {
     pub struct ObjectHeaderRaw: 128 {
         /// Magic bytes, always `RMNTARCH`.
         0 => magic: [u8; 8],
-        /// Version of the objects; always 1.
+        /// Version of the object format; always 1.
         8 => version: u32,
         /// The kind of the object.
         12 => kind: u32,
         /// The id of the store.
         16 => store: StoreId,
-        /// Term in the object's own key, for a data object.
+        /// For a data object: the term in its own key. Otherwise zero.
         32 => key_term: u64,
-        /// Random number in the object's own key, for a data object.
+        /// For a data object: the random number in its own key. Otherwise zero.
         40 => key_random: u64,
-        /// Number in the object's own key.
+        /// The number in the object's own key.
         48 => key_number: u64,
-        /// Term of the writer.
+        /// Term of the writer that created the object.
         56 => term: u64,
         /// Nonce of the object.
         64 => nonce: Nonce,
-        /// Nonce of the line object before it.
+        /// Nonce of the preceding line object, or zero.
         80 => nonce_before: Nonce,
         /// Length of the body in bytes.
         96 => body_len: u64,
@@ -52,7 +52,7 @@ layout! {
     }
 }
 
-/// A random number by which a writer recognizes its own object. Zero means none.
+/// A random number by which a process recognizes an object that it created. Zero means none.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Nonce(pub [u8; 16]);
 
@@ -78,11 +78,11 @@ impl Field for Nonce {
     }
 }
 
-/// A batch on a line of incarnations: its incarnation and Lsn, and the chain hash of its frame. Zero means the empty
+/// Identifies a batch and the history up to it: Lsn, incarnation, and chain hash of its frame. All zeros mean the empty
 /// store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct BatchPoint {
-    /// Incarnation that wrote the frame.
+    /// The incarnation that wrote the frame.
     pub incarnation: Incarnation,
     /// Lsn of the batch.
     pub lsn: Lsn,
@@ -112,28 +112,28 @@ impl Field for BatchPoint {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u32)]
 pub enum Kind {
-    /// A line object that begins the term of a writer.
+    /// A line object that starts the term of a writer.
     Fence = 1,
     /// A line object that contains frames of the log.
     Run = 2,
     /// A line object that names a snapshot.
     Manifest = 3,
-    /// A line object below which the archive may be deleted.
+    /// A line object that permits deleting objects below its start.
     Boundary = 4,
-    /// The copy of a boundary, under its number.
+    /// The copy of a boundary, stored under the number of the boundary.
     Bound = 5,
     /// A part of a file or of a long run.
     Data = 6,
-    /// The hint.
+    /// The hint at the end of the line.
     Hint = 7,
-    /// An object with which a probe tests the bucket.
+    /// An object that a probe of the bucket creates.
     Probe = 8,
     /// A line object that lists the named snapshots that the archive keeps.
     Catalog = 9,
 }
 
 impl Kind {
-    /// All kinds, in the order of their numbers.
+    /// All kinds, ordered by number.
     pub const ALL: [Kind; 9] = [
         Kind::Fence,
         Kind::Run,
@@ -146,7 +146,7 @@ impl Kind {
         Kind::Catalog,
     ];
 
-    /// Returns the name of the kind, as in SPEC.md.
+    /// Returns the name of the kind that SPEC.md uses.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -172,16 +172,16 @@ pub struct Header {
     pub store: StoreId,
     /// The key under which the object was created.
     pub key: ObjectKey,
-    /// The term of the writer: the position of its fence. A fence states its own position.
+    /// Term of the writer: the position of its fence. For a fence, its own position.
     pub term: u64,
-    /// The nonce of the object. The copy of a boundary has the nonce of the boundary.
+    /// Nonce of the object. A copy of a boundary has the nonce of the boundary.
     pub nonce: Nonce,
-    /// The nonce of the line object before it, or zero.
+    /// Nonce of the preceding line object, or zero.
     pub nonce_before: Nonce,
 }
 
 impl Header {
-    /// Returns the object with this header and `body`.
+    /// Encodes an object that consists of this header and `body`.
     pub(super) fn encode(&self, body: &[u8]) -> Vec<u8> {
         let [key_term, key_random, key_number] = self.key.numbers();
         let mut raw = ObjectHeaderRaw {
@@ -207,7 +207,7 @@ impl Header {
         out
     }
 
-    /// Decodes and checks an object up to its body, and returns its header and its body (SPEC A1 to A5).
+    /// Checks an object except for the structure of its body, and returns its header and its body (SPEC A1 to A5).
     pub(super) fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), ObjectDefect> {
         let truncated = Defect::Truncated { needed: ObjectHeaderRaw::LEN as u64, have: bytes.len() as u64 };
         let (head, body) = bytes.split_first_chunk().ok_or_else(|| truncated.at(0))?;

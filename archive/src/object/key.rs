@@ -1,10 +1,10 @@
-//! Names of the objects of an archive.
+//! Keys of the objects of an archive.
 
 use std::fmt;
 
 use remanent_format::limits::NUMBER_MAX;
 
-/// A folder of an archive: the part of a name before the last slash.
+/// A folder of an archive: the part of a key before the last slash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Folder {
     /// The folder `line`, which contains fences, runs, manifests and boundaries.
@@ -16,7 +16,7 @@ pub enum Folder {
 }
 
 impl Folder {
-    /// Returns the name of the folder within the archive.
+    /// Returns the name of the folder, relative to the archive.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -27,19 +27,19 @@ impl Folder {
     }
 }
 
-/// The key of a data object. Keys are never used twice (rule 12): a term belongs to one fence, and a writer counts its
-/// data objects.
+/// The key of a data object. Keys are never used twice (rule 12): each term belongs to one fence, and its writer
+/// numbers its data objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DataKey {
     /// Term of the writer: the position of its fence.
     pub term: u64,
-    /// Random number of the writer's incarnation.
+    /// Random number of the directory's open; see [`LocalStore::random`](crate::local::LocalStore::random).
     pub random: u64,
-    /// Counter of the writer, from 1.
+    /// Number of the data object among those of its writer, starting at 1.
     pub index: u64,
 }
 
-/// The key of an object of an archive, which determines its name.
+/// The key of an object of an archive.
 ///
 /// ```
 /// use remanent_archive::object::ObjectKey;
@@ -50,21 +50,21 @@ pub struct DataKey {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ObjectKey {
-    /// A position of the line, from 1.
+    /// The line object at this position. Positions start at 1.
     Line(u64),
-    /// The number of a boundary, from 1.
+    /// The copy of the boundary with this number. Numbers start at 1.
     Bound(u64),
     /// A data object.
     Data(DataKey),
     /// The hint, which may be missing, old or wrong.
     Newest,
-    /// An object with which a probe tests the bucket. The number is random.
+    /// An object that a probe of the bucket creates, with a random number.
     Probe(u64),
 }
 
 impl ObjectKey {
-    /// Parses the name of an object. Returns `None` for a name that no object of an archive has. Such a name is ignored
-    /// and reported.
+    /// Parses a key relative to the archive. Returns `None` if no object of an archive can have it. Listings skip and
+    /// report such names.
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         if name == "newest" {
@@ -85,7 +85,7 @@ impl ObjectKey {
         }
     }
 
-    /// Returns the numbers that represent the key in an object's header: term, random number, and number.
+    /// Returns the numbers of the key that an object's header contains: term, random number, and number.
     #[must_use]
     pub(super) fn numbers(self) -> [u64; 3] {
         match self {
@@ -96,7 +96,7 @@ impl ObjectKey {
     }
 }
 
-/// Parses exactly sixteen lower-case hexadecimal digits of a number that is not above `NUMBER_MAX`.
+/// Parses exactly 16 lower-case hexadecimal digits. Returns `None` for a number above `NUMBER_MAX`.
 fn number(text: &str) -> Option<u64> {
     let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
     if text.len() != 16 || !text.bytes().all(is_digit) {

@@ -1,7 +1,7 @@
-//! The bytes of the objects of an archive: names, headers, contents.
+//! The encoding of the objects of an archive: keys, headers and contents.
 //!
-//! The chapter "Objects of an archive" of `format/SPEC.md` specifies the same bytes in prose. [`LineObject::decode`] and
-//! its counterparts accept bytes from anywhere: they return an [`ObjectDefect`] with an offset, and allocate no more
+//! The chapter "Objects of an archive" of `format/SPEC.md` specifies the encoding. [`LineObject::decode`] and its
+//! counterparts accept untrusted bytes: they return an [`ObjectDefect`] with an offset, and allocate no more memory
 //! than the length of their input.
 
 mod key;
@@ -28,14 +28,14 @@ pub use header::{
 };
 pub use key::{DataKey, Folder, ObjectKey};
 
-/// Maximum length of the payload of a data object, in bytes.
+/// Maximum length of the payload of a data object in bytes.
 pub const PART_LEN_MAX: usize = DATA_OBJECT_LEN_MAX - ObjectHeaderRaw::LEN;
-/// Maximum length of the frames that a run contains itself, in bytes. Longer runs list data objects.
+/// Maximum length in bytes of the frames that a run contains itself. A longer run lists data objects.
 pub const INLINE_FRAMES_LEN_MAX: usize =
     LINE_OBJECT_LEN_MAX - ObjectHeaderRaw::LEN - LineHeadRaw::LEN - RunRaw::LEN;
 
 layout! {
-    /// The start of the body of each line object.
+    /// The encoded start of the body of a line object.
     pub struct LineHeadRaw: 64 {
         /// Position of the newest fence below the object, or zero.
         0 => fence: u64,
@@ -43,9 +43,9 @@ layout! {
         8 => boundary: u64,
         /// Position of the newest manifest below the object, or zero.
         16 => manifest: u64,
-        /// Position of the newest object below that lists data objects, or zero.
+        /// Position of the newest object below this one that lists data objects, or zero.
         24 => listing: u64,
-        /// The last archived batch, up to and with this object.
+        /// The last archived batch, including the batches of this object.
         32 => archived: BatchPoint,
         /// Number of data objects that the object lists.
         52 => listed: u32,
@@ -55,19 +55,19 @@ layout! {
 }
 
 layout! {
-    /// An entry of a list of data objects.
+    /// The encoded entry of a list of data objects.
     pub struct DataRefRaw: 64 {
         /// Term in the key of the data object.
         0 => term: u64,
         /// Random number in the key.
         8 => random: u64,
-        /// Counter in the key.
+        /// Number in the key.
         16 => index: u64,
         /// Length of the payload in bytes.
         24 => len: u64,
         /// CRC-64 of the payload.
         32 => crc: u64,
-        /// Kind of the file of which the payload is a part.
+        /// Kind of the file that the payload is part of.
         40 => role: u32,
         /// Reserved, always zero.
         44 => reserved: u32,
@@ -79,26 +79,26 @@ layout! {
 }
 
 layout! {
-    /// The start of the body of the copy of a boundary.
+    /// The encoded start of the body of a copy of a boundary.
     pub struct BoundRaw: 8 {
-        /// Position of the boundary in the line.
+        /// Position of the boundary on the line.
         0 => position: u64,
     }
 }
 
 layout! {
-    /// The body of the hint.
+    /// The encoded body of the hint.
     pub struct HintRaw: 24 {
-        /// Position of the end of the line.
+        /// Position of the last object of the line.
         0 => end: u64,
-        /// Position of the newest manifest, or zero.
+        /// Position of the newest manifest, or zero if there is none.
         8 => manifest: u64,
-        /// Number of the newest boundary, or zero.
+        /// Number of the newest boundary, or zero if there is none.
         16 => bound: u64,
     }
 }
 
-/// Positions of the newest objects of some kinds. Zero means none.
+/// Positions of the newest object of each kind. Zero means that there is none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Links {
     /// The newest fence.
@@ -114,7 +114,7 @@ pub struct Links {
 }
 
 impl Links {
-    /// Returns the links of the object after `object`.
+    /// Returns the links that the object after `object` must contain. `self` are the links of `object`.
     #[must_use]
     pub fn after(mut self, object: &LineObject) -> Self {
         let position = object.position;
@@ -132,25 +132,25 @@ impl Links {
     }
 }
 
-/// The kind of file of which a data object contains a part.
+/// The kind of a file whose part a data object contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u32)]
 pub enum Role {
-    /// Frames of the log. The number is the Lsn of the first batch.
+    /// Frames of the log. The file number is the Lsn of the first batch.
     Frames = 1,
     /// An image file.
     Images = 2,
-    /// The table of an old state.
+    /// The table of an old state, stored in `pages/`.
     Table = 3,
     /// A manifest file: one link of a snapshot.
     Link = 4,
 }
 
 impl Role {
-    /// All roles, in the order of their numbers.
+    /// All roles, ordered by number.
     pub const ALL: [Role; 4] = [Role::Frames, Role::Images, Role::Table, Role::Link];
 
-    /// Returns the name of the role, as in SPEC.md.
+    /// Returns the name of the role that SPEC.md uses.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -162,18 +162,18 @@ impl Role {
     }
 }
 
-/// A part of a file of the store: at most 8 MiB of its bytes.
+/// A part of a file of the store, at most 8 MiB long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Part {
     /// Kind of the file.
     pub role: Role,
     /// Number of the file.
     pub file: u64,
-    /// Offset of the part in the file, in bytes.
+    /// Offset of the part in the file in bytes.
     pub offset: u64,
     /// Length of the part in bytes.
     pub len: u64,
-    /// CRC-64 of the part.
+    /// CRC-64 of the bytes of the part.
     pub crc: u64,
 }
 
@@ -182,7 +182,7 @@ pub struct Part {
 pub struct DataRef {
     /// Key of the data object.
     pub key: DataKey,
-    /// The part that it contains.
+    /// The part that the data object contains.
     pub part: Part,
 }
 
@@ -191,39 +191,39 @@ pub struct DataRef {
 pub struct LineObject {
     /// The id of the store.
     pub store: StoreId,
-    /// The object's position in the line.
+    /// Position of the object on the line.
     pub position: u64,
     /// Term of the writer.
     pub term: u64,
     /// Nonce of the object.
     pub nonce: Nonce,
-    /// Nonce of the object at the position before.
+    /// Nonce of the object at the previous position, or zero.
     pub nonce_before: Nonce,
-    /// Positions of the newest objects below this one.
+    /// Positions of the newest object of each kind below this one.
     pub links: Links,
-    /// The last archived batch, up to and with this object.
+    /// The last archived batch, including the batches of this object.
     pub archived: BatchPoint,
     /// The data objects that the object lists.
     pub data: Vec<DataRef>,
-    /// The content.
+    /// The contents of the object.
     pub content: Content,
 }
 
-/// The copy of a boundary under its number.
+/// The copy of a boundary in the folder `bound`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bound {
-    /// The boundary as it is in the line.
+    /// The boundary object on the line.
     pub object: LineObject,
 }
 
-/// The hint: where the end of the line was a short time ago. It may be missing, old or wrong.
+/// A hint at the position of the end of the line. It may be missing, out of date or wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hint {
-    /// Position of the end of the line.
+    /// Position of the last object of the line.
     pub end: u64,
-    /// Position of the newest manifest, or zero.
+    /// Position of the newest manifest, or zero if there is none.
     pub manifest: u64,
-    /// Number of the newest boundary, or zero.
+    /// Number of the newest boundary, or zero if there is none.
     pub bound: u64,
 }
 
@@ -266,17 +266,17 @@ impl LineObject {
         body
     }
 
-    /// Decodes the object at `position` of the line, of `store` if the store is known.
+    /// Decodes the line object at `position`. If `store` is set, the object must belong to this store.
     ///
     /// # Errors
-    /// Returns an [`ObjectDefect`] if the bytes are not a valid object, or are an object of another key or store.
+    /// Returns an [`ObjectDefect`] if the object is invalid, has another key, or belongs to another store.
     pub fn decode(bytes: &[u8], position: u64, store: Option<StoreId>) -> Result<Self, ObjectDefect> {
         let (header, body) = decode_at(bytes, ObjectKey::Line(position), store)?;
         let mut cursor = Cursor::new(body, ObjectHeaderRaw::LEN);
         Self::decode_body(&header, position, header.kind, &mut cursor)
     }
 
-    /// Decodes the body of a line object, or its copy in a boundary's copy (SPEC A6).
+    /// Decodes the body of a line object, or of the boundary that a copy contains (SPEC A6).
     fn decode_body(
         header: &Header,
         position: u64,
@@ -302,7 +302,8 @@ impl LineObject {
             position,
             nonce: header.nonce,
             listed: raw.listed,
-            // Each length is at most 8 MiB, and their number at most that of the object's bytes.
+            // The sum cannot overflow: each length is at most 8 MiB, and there are fewer entries than bytes in the
+            // object.
             listed_bytes: data.iter().map(|entry: &DataRef| entry.part.len).sum(),
         };
         let content = Content::decode(kind, cursor, own)?;
@@ -340,7 +341,7 @@ impl DataRef {
         }
     }
 
-    /// Decodes an entry (SPEC A7).
+    /// Decodes an entry of a list of data objects (SPEC A7).
     fn decode(cursor: &mut Cursor<'_>) -> Result<Self, ObjectDefect> {
         let at = cursor.offset();
         let raw = DataRefRaw::from_bytes(cursor.array()?);
@@ -362,19 +363,19 @@ impl DataRef {
 }
 
 impl Bound {
-    /// Returns the number of the boundary. The object of a `Bound` is always a boundary.
+    /// Returns the number of the boundary. Returns 0 if the object is not a boundary, which decoding rejects.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.boundary().map_or(0, |boundary| boundary.number)
     }
 
-    /// Returns the content of the boundary.
+    /// Returns the contents of the boundary.
     #[must_use]
     pub fn boundary(&self) -> Option<&Boundary> {
         if let Content::Boundary(boundary) = &self.object.content { Some(boundary) } else { None }
     }
 
-    /// Encodes the copy. Equal boundaries have equal copies, so that any process may create the copy.
+    /// Encodes the copy. The same boundary always has the same encoding, so any process may create its copy.
     ///
     /// # Errors
     /// Returns [`Defect::Limit`] if the copy is longer than 4 MiB.
@@ -399,7 +400,7 @@ impl Bound {
     /// Decodes the copy of boundary `number` (SPEC B3).
     ///
     /// # Errors
-    /// Returns an [`ObjectDefect`] if the bytes are not a valid object, or are an object of another key or store.
+    /// Returns an [`ObjectDefect`] if the object is invalid, has another key, or belongs to another store.
     pub fn decode(bytes: &[u8], number: u64, store: Option<StoreId>) -> Result<Self, ObjectDefect> {
         let (header, body) = decode_at(bytes, ObjectKey::Bound(number), store)?;
         let mut cursor = Cursor::new(body, ObjectHeaderRaw::LEN);
@@ -415,7 +416,7 @@ impl Bound {
 }
 
 impl Hint {
-    /// Encodes the hint.
+    /// Encodes the hint as an object of `store`, written in `term`.
     #[must_use]
     pub fn encode(&self, store: StoreId, term: u64) -> Vec<u8> {
         let nonce = Nonce::default();
@@ -427,7 +428,8 @@ impl Hint {
     /// Decodes the hint (SPEC B5).
     ///
     /// # Errors
-    /// Returns an [`ObjectDefect`] if the bytes are not a valid hint of `store`. A caller continues without the hint.
+    /// Returns an [`ObjectDefect`] if the object is invalid or belongs to another store. The caller then continues
+    /// without a hint.
     pub fn decode(bytes: &[u8], store: Option<StoreId>) -> Result<Self, ObjectDefect> {
         let (_, body) = decode_at(bytes, ObjectKey::Newest, store)?;
         let mut cursor = Cursor::new(body, ObjectHeaderRaw::LEN);
@@ -440,7 +442,7 @@ impl Hint {
     }
 }
 
-/// Returns a data object that contains `payload`.
+/// Encodes a data object that contains `payload`.
 ///
 /// # Errors
 /// Returns [`Defect::Limit`] if the object is longer than 8 MiB.
@@ -463,10 +465,10 @@ pub fn encode_data(
     Ok(header.encode(payload))
 }
 
-/// Returns the payload of the data object of an entry, after comparing length and checksum with the entry (SPEC B4).
+/// Checks a data object against its entry in a list, and returns its payload (SPEC B4).
 ///
 /// # Errors
-/// Returns an [`ObjectDefect`] if the bytes are not a valid object, or contain another part than the entry states.
+/// Returns an [`ObjectDefect`] if the object is invalid, or if its length or checksum differ from the entry.
 pub fn decode_data<'a>(bytes: &'a [u8], entry: &DataRef, store: StoreId) -> Result<&'a [u8], ObjectDefect> {
     let (_, payload) = decode_at(bytes, ObjectKey::Data(entry.key), Some(store))?;
     let at = ObjectHeaderRaw::LEN;
@@ -478,22 +480,22 @@ pub fn decode_data<'a>(bytes: &'a [u8], entry: &DataRef, store: StoreId) -> Resu
     Ok(payload)
 }
 
-/// Returns an object with which a probe tests the bucket.
+/// Encodes an object for a probe of the bucket.
 #[must_use]
 pub fn encode_probe(store: StoreId, number: u64, nonce: Nonce) -> Vec<u8> {
     let key = ObjectKey::Probe(number);
     Header { kind: Kind::Probe, store, key, term: 0, nonce, nonce_before: Nonce::default() }.encode(&[])
 }
 
-/// Decodes the header of an object of any kind, and checks the whole object against its checksums.
+/// Checks an object of any kind against its checksums, and returns its header.
 ///
 /// # Errors
-/// Returns an [`ObjectDefect`] if the bytes are not a valid object.
+/// Returns an [`ObjectDefect`] if the object is invalid.
 pub fn decode_header(bytes: &[u8]) -> Result<Header, ObjectDefect> {
     Header::decode(bytes).map(|(header, _)| header)
 }
 
-/// Decodes the object that is stored under `key`.
+/// Decodes and checks the object that is stored under `key`. If `store` is set, the object must belong to this store.
 fn decode_at(bytes: &[u8], key: ObjectKey, store: Option<StoreId>) -> Result<(Header, &[u8]), ObjectDefect> {
     let (header, body) = Header::decode(bytes)?;
     if store.is_some_and(|store| header.store != store) {

@@ -1,4 +1,4 @@
-//! The URL of an archive.
+//! Parses the URL of an archive.
 
 use std::path::PathBuf;
 
@@ -17,20 +17,20 @@ pub(super) enum Place {
     Azure,
 }
 
-/// A checked URL, without a credential.
+/// A checked URL without credentials.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Address {
     pub url: Url,
     pub place: Place,
-    /// The path of the archive within the bucket. It is empty for a local folder.
+    /// The path of the archive in the bucket. Empty for a local folder.
     pub prefix: Path,
 }
 
 impl Address {
-    /// Parses a URL.
+    /// Parses and checks a URL.
     ///
-    /// The names are checked before [`Url::parse`], which resolves `..`. A server may collapse `//` or resolve `.`, so that
-    /// two URLs would be one archive.
+    /// The path is checked before [`Url::parse`], which resolves `..`. Some servers collapse `//` or resolve `.`, so
+    /// two different URLs could otherwise name the same archive.
     pub fn parse(text: &str) -> Result<Self, OpenError> {
         let refuse = |reason| OpenError::Address { url: display(text), reason };
         if text.contains(['?', '#']) {
@@ -44,7 +44,7 @@ impl Address {
         let Some((_, rest)) = text.split_once("://") else { return Err(refuse("it has no scheme")) };
         let path = rest.split_once('/').map_or("", |(_, path)| path);
         check_names(path).map_err(refuse)?;
-        let url = Url::parse(text).map_err(|_| refuse("it is not a URL"))?;
+        let url = Url::parse(text).map_err(|_| refuse("it is not a valid URL"))?;
         if url.password().is_some() {
             return Err(refuse("it contains a password; pass credentials as settings"));
         }
@@ -71,13 +71,13 @@ impl Address {
         Ok(Self { url, place, prefix })
     }
 
-    /// Returns the URL without a user name.
+    /// Returns the URL without the user name.
     pub fn display(&self) -> String {
         display(self.url.as_str())
     }
 }
 
-/// Checks the names of a path: none is empty, `.` or `..`, and none hides such a name or a slash by percent-encoding.
+/// Checks the names in a path. Rejects empty names, `.` and `..`, and percent-encodings of these and of slashes.
 fn check_names(path: &str) -> Result<(), &'static str> {
     let path = path.strip_suffix('/').unwrap_or(path);
     if path.is_empty() {
@@ -97,7 +97,7 @@ fn check_names(path: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// Returns a URL without user name, password, query and fragment.
+/// Returns a URL without user name, password, query and fragment. Also works for invalid URLs.
 fn display(text: &str) -> String {
     let text = text.split(['?', '#']).next().unwrap_or("");
     let Some((scheme, rest)) = text.split_once("://") else { return "the URL".to_owned() };

@@ -1,8 +1,8 @@
-//! Answers of servers: the HTTP status and the error code of the last answer to a request.
+//! Records the HTTP status and the error code of the last answer to a request.
 //!
-//! The errors of `object_store` report a conflict as an existing object and an absent bucket as an absent object, and their
-//! texts quote the server's message, which may repeat parts of a credential. The client that is wrapped here keeps status
-//! and code, and drops the message.
+//! The errors of `object_store` do not suffice: they report a conflict as an existing object and a missing bucket as a
+//! missing object, and they quote the server's message, which may repeat parts of a credential. The HTTP client here
+//! wraps that of `object_store`, keeps the status and the code, and drops the message.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -18,20 +18,20 @@ use object_store::client::{
 
 use crate::bucket::FailureClass;
 
-/// Number of bytes of an error message that are read.
+/// Maximum number of bytes of an error message that are read.
 const MESSAGE_LEN_MAX: usize = 64 << 10;
-/// Length of an error code.
+/// Maximum length of an error code in bytes.
 const CODE_LEN_MAX: usize = 64;
 
 tokio::task_local! {
     static LAST: RefCell<Option<Answer>>;
 }
 
-/// A status other than success.
+/// An HTTP status other than success.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Answer {
     pub status: u16,
-    /// The server's code, such as `SlowDown`, or nothing.
+    /// The error code of the server, such as `SlowDown`, or an empty string.
     pub code: String,
     pub class: FailureClass,
 }
@@ -41,13 +41,13 @@ impl Answer {
         Self { status, code: code.to_owned(), class: classify(status, code, message) }
     }
 
-    /// Returns true if the whole bucket is absent.
+    /// Returns true if the bucket itself does not exist.
     pub fn is_absent_bucket(&self) -> bool {
         ["NoSuchBucket", "ContainerNotFound", "FilesystemNotFound", "ResourceNotFound"]
             .contains(&self.code.as_str())
     }
 
-    /// Returns true if a create was refused although the object may not exist.
+    /// Returns true if a create was refused although the object may not exist, for example because of a conflict.
     pub fn is_conflict(&self) -> bool {
         const CODES: [&str; 6] = [
             "ConditionalRequestConflict",
@@ -68,7 +68,7 @@ impl fmt::Display for Answer {
     }
 }
 
-/// Runs a request. Returns its result and the last answer, unless that was a success.
+/// Runs a request. Returns its result and the last failed answer, or `None` if the last answer was a success.
 pub(super) async fn observe<T>(request: impl Future<Output = T>) -> (T, Option<Answer>) {
     let observed = async {
         let result = request.await;
@@ -78,11 +78,11 @@ pub(super) async fn observe<T>(request: impl Future<Output = T>) -> (T, Option<A
 }
 
 fn remember(answer: Option<Answer>) {
-    // Requests outside of `observe` do not exist: `object_store` sends its own ones from the task of the caller.
+    // All requests run within `observe`, because `object_store` sends them from the task of its caller.
     let _ = LAST.try_with(|last| *last.borrow_mut() = answer);
 }
 
-/// Returns the class of a status, an error code and a message.
+/// Returns the class of a failed answer.
 fn classify(status: u16, code: &str, message: &str) -> FailureClass {
     let message = message.to_ascii_lowercase();
     let is_refusal = matches!(status, 400 | 401 | 403);
@@ -112,7 +112,7 @@ fn classify(status: u16, code: &str, message: &str) -> FailureClass {
     }
 }
 
-/// Returns the error code in an XML or JSON message.
+/// Returns the error code in an XML or JSON message, or an empty string.
 fn code_in(message: &str) -> &str {
     const FIELDS: [&str; 5] = ["<Code>", "\"reason\": \"", "\"reason\":\"", "\"error\":\"", "\"error\": \""];
     let code = FIELDS.iter().find_map(|field| message.split_once(field)).map_or("", |(_, rest)| rest);
@@ -120,7 +120,7 @@ fn code_in(message: &str) -> &str {
     if end > CODE_LEN_MAX { "" } else { &code[..end] }
 }
 
-/// Connects clients whose answers are observed.
+/// Creates HTTP clients whose answers are recorded.
 #[derive(Debug, Default)]
 pub(super) struct ObservedConnector(ReqwestConnector);
 
@@ -147,7 +147,7 @@ impl HttpService for ObservedService {
         let header = parts.headers.get("x-ms-error-code").and_then(|code| code.to_str().ok());
         let code = header.map_or_else(|| code_in(&message), code_in_header).to_owned();
         remember(Some(Answer::new(status.as_u16(), &code, &message)));
-        // Only the code is passed on, so that no error and no log of `object_store` contains the server's message.
+        // Only the code is passed on, so that neither errors nor logs of `object_store` contain the server's message.
         Ok(HttpResponse::from_parts(parts, HttpResponseBody::from(code)))
     }
 }
@@ -157,7 +157,7 @@ fn code_in_header(code: &str) -> &str {
     if is_code { code } else { "" }
 }
 
-/// Reads the beginning of a message. The status counts even if the connection ends before the message does.
+/// Reads the start of an error message. Ignores errors, because the status is valid even if the message is incomplete.
 async fn read_message(body: HttpResponseBody) -> String {
     let mut stream = body.bytes_stream();
     let mut message = Vec::new();

@@ -1,4 +1,4 @@
-//! Delays between attempts of a request.
+//! Delays between the attempts of a request.
 
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
@@ -7,14 +7,15 @@ use std::time::Duration;
 use super::options::RemoteOptions;
 use crate::bucket::FailureClass;
 
-/// Factor of the delays after a throttled request.
+/// Factor by which delays are longer after a throttled request.
 const THROTTLED_FACTOR: u32 = 8;
-/// Attempts of a request that fails for a reason that rarely passes.
+/// Maximum number of attempts after a failure that rarely passes.
 const LASTING_ATTEMPTS: u32 = 3;
 
-/// Returns the longest delay after a failed attempt, or `None` to give up. `attempt` counts from 1.
+/// Returns the maximum delay after failed attempt number `attempt`, starting at 1, or `None` if no further attempt is
+/// made.
 ///
-/// A denied request is worth another attempt only if the credentials were read again since.
+/// A denied request is repeated only if the credentials were read again since the attempt.
 pub(super) fn delay(
     options: &RemoteOptions,
     attempt: u32,
@@ -37,7 +38,8 @@ pub(super) fn delay(
     Some(options.first_delay.saturating_mul(doubled).saturating_mul(factor).min(options.longest_delay))
 }
 
-/// Returns a random delay between half of `longest` and `longest`, so that clients that failed together come back apart.
+/// Returns a random delay between half of `longest` and `longest`, so that clients which failed at the same time do not
+/// retry at the same time.
 pub(super) fn jitter(longest: Duration) -> Duration {
     let share = RandomState::new().hash_one(0) as u32;
     let half = longest / 2;

@@ -1,4 +1,4 @@
-//! Clients of the services, made from settings.
+//! Creates the clients of object stores from settings.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -15,22 +15,22 @@ use super::address::{Address, Place};
 use super::answer::ObservedConnector;
 use super::options::Settings;
 
-/// Retries of `object_store` for reads, listings and deletes.
+/// The retry configuration of `object_store` for reads, listings and deletes.
 const RETRIES: usize = 3;
 const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The clients of a bucket. They share nothing, so that a client for creates has no retries.
+/// The clients of a bucket. The client for creates is separate, because it must not retry.
 ///
-/// There is no `Debug`: that of the clients prints credentials.
+/// This type does not implement `Debug`, because the clients' `Debug` output contains credentials.
 pub(super) struct Clients {
-    /// Sends creates and puts once: a retried create reports an existing object for its own.
+    /// Sends creates and puts without retries: a retried create may report its own object as an existing one.
     pub writes: Box<dyn ObjectStore>,
     pub others: Box<dyn ObjectStore>,
 }
 
 impl Clients {
     pub fn connect(address: &Address, settings: &Settings) -> Result<Self, OpenError> {
-        // TLS needs one provider of cryptography for the process. One that the application installed is kept.
+        // TLS needs one cryptography provider per process. A provider that the application has installed is kept.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let others =
             RetryConfig { max_retries: RETRIES, retry_timeout: RETRY_TIMEOUT, ..RetryConfig::default() };
@@ -39,7 +39,7 @@ impl Clients {
     }
 }
 
-/// Builds a client from the environment, the settings and the URL.
+/// Creates a client from the environment variables, the settings and the URL.
 macro_rules! build {
     ($builder:ty, $address:expr, $settings:expr, $retry:expr) => {{
         let mut builder = <$builder>::from_env();
@@ -69,7 +69,8 @@ fn connect(
         }
         Place::S3 => {
             let builder = build!(AmazonS3Builder, address, settings, retry);
-            // Deletes one by one: an answer to many has a status for each in its body, and some servers lack it.
+            // Deletes objects one by one. The answer to a bulk delete contains a status for each object, and some
+            // servers do not support it.
             let key = object_store::aws::AmazonS3ConfigKey::DisableBulkDelete;
             Box::new(builder.with_config(key, "true").build().map_err(failed)?)
         }
@@ -82,7 +83,7 @@ fn connect(
     })
 }
 
-/// Checks the setting of an endpoint, which `object_store` uses without a check.
+/// Checks an endpoint setting, because `object_store` does not.
 fn check_endpoint(key: &str, value: &str, address: &Address) -> Result<(), OpenError> {
     let is_url =
         || Url::parse(value).is_ok_and(|url| ["http", "https"].contains(&url.scheme()) && url.has_host());
@@ -98,8 +99,8 @@ fn parse_key<K: FromStr>(key: &str, address: &Address) -> Result<K, OpenError> {
     key.to_ascii_lowercase().parse().map_err(unknown)
 }
 
-/// Returns the text of an error without the values of settings, and without quoted text, which may come from a file with
-/// credentials.
+/// Returns the message of an error without the values of settings and without quoted text, which may come from a
+/// credential file.
 fn redact(error: &object_store::Error, settings: &Settings) -> String {
     let mut text = error.to_string();
     for (_, value) in settings.iter().filter(|(_, value)| value.len() > 3) {

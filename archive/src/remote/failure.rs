@@ -1,4 +1,4 @@
-//! Failures without an answer of a server: transport errors, and errors of a local folder.
+//! Classifies failures without an answer of a server: transport errors and file system errors.
 
 use std::error::Error as StdError;
 use std::io;
@@ -8,13 +8,13 @@ use object_store::client::{HttpError, HttpErrorKind};
 use super::answer::Answer;
 use crate::bucket::{BucketError, FailureClass};
 
-/// Linux error numbers that [`io::ErrorKind`] does not name.
+/// Linux error numbers for which [`io::ErrorKind`] has no variant.
 const EPERM: i32 = 1;
 const EIO: i32 = 5;
 const ENOSYS: i32 = 38;
 
-/// Returns the failure that an error of `object_store` reports. Its message consists of a status, an error code, and the
-/// text of an operating system error.
+/// Converts an error of `object_store`. The message contains only an HTTP status, an error code, and the text of an
+/// operating system error.
 pub(super) fn failure(error: &object_store::Error, answer: Option<&Answer>) -> BucketError {
     if let Some(transport) = find::<HttpError>(error) {
         return transport_failure(transport);
@@ -44,7 +44,8 @@ pub(super) fn failure(error: &object_store::Error, answer: Option<&Answer>) -> B
 }
 
 fn transport_failure(error: &HttpError) -> BucketError {
-    // The connection may have ended after the request took effect, whatever `object_store` concludes from the kind.
+    // The connection may have ended after the request took effect. The error kind of `object_store` does not rule this
+    // out.
     let class = if error.kind() == HttpErrorKind::Connect {
         FailureClass::Unreachable
     } else {
@@ -65,12 +66,12 @@ fn transport_failure(error: &HttpError) -> BucketError {
     BucketError { class, message }
 }
 
-/// Returns the failure that an error of the file system reports.
+/// Converts an error of the file system.
 pub(super) fn io_failure(error: &io::Error) -> BucketError {
     use io::ErrorKind as Kind;
     let class = match (error.kind(), error.raw_os_error()) {
         (Kind::StorageFull | Kind::QuotaExceeded | Kind::FileTooLarge, _) => FailureClass::Full,
-        // File systems without hard links, which a create needs.
+        // The file system does not support hard links, which a create needs.
         (Kind::Unsupported | Kind::CrossesDevices | Kind::TooManyLinks, _) | (_, Some(EPERM | ENOSYS)) => {
             FailureClass::NotSupported
         }
@@ -90,11 +91,11 @@ pub(super) fn io_failure(error: &io::Error) -> BucketError {
     BucketError { class, message: io_text(error) }
 }
 
-/// Returns the text of an operating system error, or of its kind.
+/// Returns the message of the operating system error, or the name of its kind.
 fn io_text(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(_) => error.to_string(),
-        // The resolver of host names has no error number.
+        // Errors of host name resolution have no error number.
         None if error.to_string().starts_with("failed to lookup address") => {
             "the host name cannot be resolved".to_owned()
         }
@@ -102,7 +103,7 @@ fn io_text(error: &io::Error) -> String {
     }
 }
 
-/// Returns the innermost source of a type.
+/// Returns the innermost source of the given type.
 fn find<'e, E: StdError + 'static>(error: &'e (dyn StdError + 'static)) -> Option<&'e E> {
     let sources = std::iter::successors(Some(error), |error| (*error).source());
     sources.filter_map(|error| error.downcast_ref::<E>()).last()

@@ -1,7 +1,8 @@
-//! A local folder as a bucket.
+//! Uses a local folder as a bucket.
 //!
-//! `object_store` follows symbolic links out of the folder, and creates the folder again if it was unmounted or removed. The
-//! checks here refuse both. They protect against mistakes, not against a user who changes the folder at the same time.
+//! `object_store` follows symbolic links out of the folder, and creates the folder again if it was unmounted or
+//! removed. This module rejects both. It protects against mistakes, not against a user who changes the folder
+//! concurrently.
 
 use std::fs::{self, File};
 use std::io;
@@ -13,11 +14,11 @@ use super::failure::io_failure;
 use crate::bucket::{BucketError, FailureClass};
 use crate::object::Folder;
 
-/// The folder of an archive.
+/// The root folder of an archive.
 #[derive(Clone, Debug)]
 pub(super) struct LocalFolder {
     root: PathBuf,
-    /// The open folder. Its inode is not used again while it is open.
+    /// The open folder. While it is open, its inode number cannot be reused.
     opened: Arc<File>,
 }
 
@@ -36,7 +37,8 @@ impl LocalFolder {
         &self.root
     }
 
-    /// Checks that the folder is still the one that was opened, and that no part of a name within it is a symbolic link.
+    /// Checks that the folder is still the one that was opened, and that no component of a name in it is a symbolic
+    /// link.
     pub fn check(&self, name: &str) -> Result<(), BucketError> {
         if !self.is_in_place().map_err(|error| io_failure(&error))? {
             let message = format!("{} was removed, replaced or unmounted", self.root.display());
@@ -68,7 +70,7 @@ impl LocalFolder {
         }
     }
 
-    /// Returns true if an object ends at or before `offset`.
+    /// Returns true if an object exists and its length is at most `offset`.
     pub fn ends_before(&self, name: &str, offset: u64) -> bool {
         fs::metadata(self.root.join(name)).is_ok_and(|metadata| metadata.len() <= offset)
     }
@@ -88,8 +90,8 @@ impl LocalFolder {
         Ok(names)
     }
 
-    /// Syncs the folder of an object. An object that was found may have been linked by a process that has not synced its
-    /// folder yet, or whose sync failed.
+    /// Syncs the folder of an object. Another process may have created an existing object without syncing the folder,
+    /// or its sync may have failed.
     pub fn sync_folder_of(&self, name: &str) -> Result<(), BucketError> {
         let path = self.root.join(name);
         let folder = path.parent().unwrap_or(&self.root);

@@ -1,5 +1,5 @@
-//! Buckets in S3, Google Cloud Storage and Azure Blob Storage, and local folders as buckets. Only with the feature
-//! `object_store`, whose dependencies need Rust 1.89.
+//! Buckets in S3, Google Cloud Storage, Azure Blob Storage and local folders. Requires the feature `object_store`,
+//! whose dependencies need Rust 1.89.
 //!
 //! ```
 //! use remanent_archive::bucket::{Bucket, Creation};
@@ -23,8 +23,8 @@
 //!
 //! # Runtime
 //!
-//! A bucket owns a Tokio runtime with one thread, on which all requests run. Any executor can poll the futures, and so can
-//! [`RemoteBucket::block_on`]; callers need no Tokio runtime. Several requests run concurrently. Dropping a future does not
+//! A bucket owns a Tokio runtime with one thread, on which all requests run. Callers do not need a Tokio runtime: any
+//! executor, or [`RemoteBucket::block_on`], can poll the futures. Requests run concurrently. Dropping a future does not
 //! cancel its request, which may still take effect.
 //!
 //! # URLs
@@ -36,15 +36,15 @@
 //! | `az://CONTAINER/PATH`, `abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH`, `https://ACCOUNT.blob.core.windows.net/CONTAINER/PATH` | Azure Blob Storage |
 //! | `file:///FOLDER` | an existing local folder, with every object synced before it is reported as created |
 //!
-//! A URL with `//`, `.` or `..` as a name, a password, a query or a fragment is refused. In a local folder, symbolic links are
-//! refused.
+//! A URL is rejected if it contains `//` in its path, `.` or `..` as a name, a password, a query or a fragment.
+//! Symbolic links in a local folder are rejected.
 //!
 //! # Failures
 //!
-//! Creates and puts are sent once, because a create that a client repeats reports an existing object for its own one. Reads,
-//! listings and deletes are repeated up to three times. After HTTP status 401 or 403 the environment and the settings
-//! are read again. Messages consist of the HTTP status and the server's error code; the text of the server, which may repeat
-//! parts of a credential, is dropped.
+//! Creates and puts are sent once, because a repeated create may report its own object as an existing one. Reads,
+//! listings and deletes are repeated up to three times. After HTTP status 401 or 403, the environment variables and
+//! settings are read again. Messages contain the HTTP status and the server's error code, but not the server's text,
+//! which may repeat parts of a credential.
 
 mod address;
 mod answer;
@@ -79,22 +79,22 @@ use folder::LocalFolder;
 
 pub use options::{RemoteOptions, Settings};
 
-/// Time between two readings of credentials: a sweep of a thousand locked objects needs one.
+/// Minimum time between two reads of the credentials. A sweep over a thousand locked objects reads them only once.
 const REREAD_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The reason why a bucket could not be opened. Contains no credential.
+/// The error of opening a bucket. Contains no credentials.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The URL is not usable.
-    #[error("{url} cannot be the URL of an archive: {reason}")]
+    /// The URL is not valid for an archive.
+    #[error("{url} is not a valid URL of an archive: {reason}")]
     Address {
         /// The URL, without user name, password, query and fragment.
         url: String,
         /// The reason.
         reason: &'static str,
     },
-    /// A setting is unknown.
+    /// The setting does not exist.
     #[error("the setting {key} is unknown for {url}; remove it, or see the settings of object_store")]
     Setting {
         /// Name of the setting.
@@ -102,57 +102,58 @@ pub enum OpenError {
         /// The URL.
         url: String,
     },
-    /// A setting is missing or not valid.
-    #[error("the settings for {url} are not usable: {message}")]
+    /// A setting is missing or invalid.
+    #[error("the settings for {url} are invalid: {message}")]
     Settings {
         /// The URL.
         url: String,
-        /// The reason, without values of settings.
+        /// The reason, without the values of settings.
         message: String,
     },
     /// The local folder does not exist or cannot be read.
-    #[error("the folder {} cannot be opened: {source}; create it first", .path.display())]
+    #[error("cannot open the folder {}: {source}; create it first", .path.display())]
     Folder {
         /// The folder.
         path: PathBuf,
         /// The error of the file system.
         source: io::Error,
     },
-    /// The thread for requests could not be started.
+    /// The thread for requests cannot be started.
     #[error("the thread for requests cannot be started: {0}")]
     Runtime(io::Error),
 }
 
-/// A bucket at a URL.
+/// A bucket at a URL. The [module documentation](self) describes the supported URLs.
 pub struct RemoteBucket {
     shared: Arc<Shared>,
-    /// Present until the bucket is dropped.
+    /// `Some` until the bucket is dropped.
     runtime: Option<Runtime>,
 }
 
-/// What the requests of a bucket share.
+/// The state that all requests of a bucket share.
 struct Shared {
     address: Address,
     options: RemoteOptions,
     folder: Option<LocalFolder>,
     clients: Mutex<Access>,
-    /// Whether credentials were read again and no attempt has used them yet.
+    /// Whether the credentials were read again and no attempt has used them yet.
     has_new_credentials: AtomicBool,
     stopped: watch::Sender<bool>,
 }
 
-/// The clients with the present credentials.
+/// The clients with the current credentials.
 struct Access {
     clients: Arc<Clients>,
-    /// When credentials were last read again.
+    /// The time when the credentials were last read again.
     read: Option<Instant>,
 }
 
 impl RemoteBucket {
-    /// Opens the bucket at a URL. Sends no request: [`probe`](crate::line::probe) checks the bucket.
+    /// Opens the bucket at a URL. Sends no request; use [`probe`](crate::line::probe) to check the bucket.
     ///
     /// # Errors
-    /// Returns an error for a URL or settings that cannot be used, and for a local folder that does not exist.
+    /// Returns [`OpenError`] if the URL or the settings are invalid, if a local folder cannot be opened, or if the
+    /// thread cannot be started.
     pub fn open(url: &str, options: RemoteOptions) -> Result<Self, OpenError> {
         let mut address = Address::parse(url)?;
         let mut folder = None;
@@ -177,15 +178,16 @@ impl RemoteBucket {
         Ok(Self { shared: Arc::new(shared), runtime: Some(runtime) })
     }
 
-    /// Runs a future to its end on this thread.
+    /// Runs a future to completion on the calling thread.
     ///
     /// # Panics
-    /// Panics within an asynchronous context: await the future there.
+    /// Panics in an asynchronous context. Await the future there instead.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         self.runtime().block_on(future)
     }
 
-    /// Ends all waits for another attempt, now and later: a failed request is given up. Any thread may call this.
+    /// Cancels all current and later pauses between attempts, so that a failed request returns its error. Any thread
+    /// may call this.
     pub fn stop(&self) {
         self.shared.stopped.send_replace(true);
     }
@@ -194,7 +196,7 @@ impl RemoteBucket {
         self.runtime.as_ref().expect("only a drop takes the runtime")
     }
 
-    /// Runs a request on the thread of the bucket.
+    /// Runs a request on the thread of the bucket, and returns its result.
     async fn run<T, F>(&self, request: F) -> Result<T, BucketError>
     where
         T: Send + 'static,
@@ -212,7 +214,7 @@ impl RemoteBucket {
 
 impl Drop for RemoteBucket {
     fn drop(&mut self) {
-        // Does not wait for requests, and is permitted in an asynchronous context.
+        // Does not wait for requests, so that the bucket can be dropped in an asynchronous context.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -231,7 +233,7 @@ impl Shared {
         self.clients.lock().unwrap_or_else(PoisonError::into_inner).clients.clone()
     }
 
-    /// Returns the path of an object in the bucket. Checks a local folder.
+    /// Returns the path of an object in the bucket. For a local folder, first checks the folder.
     fn locate(&self, key: ObjectKey) -> Result<Path, BucketError> {
         let name = key.to_string();
         if let Some(folder) = &self.folder {
@@ -244,7 +246,7 @@ impl Shared {
         self.address.prefix.parts().chain(Path::from(name).parts()).collect()
     }
 
-    /// Returns the failure of a request, and reads credentials again if the bucket has denied it.
+    /// Converts the failure of a request. Reads the credentials again if the bucket denied the request.
     fn fail(&self, error: &object_store::Error, answer: Option<&Answer>) -> BucketError {
         let failure = failure(error, answer);
         if matches!(failure.class, FailureClass::Denied | FailureClass::Expired) && self.folder.is_none() {
@@ -253,8 +255,8 @@ impl Shared {
         failure
     }
 
-    /// Makes clients from the present environment and settings, at most once in an interval. If the settings are not usable,
-    /// the clients stay.
+    /// Creates clients from the current environment variables and settings, at most once per interval. Keeps the old
+    /// clients if the settings are invalid.
     fn read_credentials(&self) {
         let mut access = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
         if access.read.is_some_and(|read| read.elapsed() < REREAD_INTERVAL) {
@@ -300,7 +302,7 @@ impl Shared {
         let read = async {
             let found = clients.others.get_opts(&path, options).await?;
             let len = found.range.end.saturating_sub(found.range.start);
-            // An object of another program may have any length.
+            // An object that another program wrote may have any length.
             if len > DATA_OBJECT_LEN_MAX as u64 {
                 return Ok::<_, object_store::Error>(Err(len));
             }
@@ -325,14 +327,14 @@ impl Shared {
                 Err(other(FailureClass::Other, message))
             }
             (Err(object_store::Error::NotFound { .. }), answer) if !is_absent_bucket(&answer) => Ok(None),
-            // A range beyond the end of the object.
+            // The range starts at or after the end of the object.
             (Err(_), Some(Answer { status: 416, .. })) => Ok(Some(Vec::new())),
             (Err(_), None) if self.is_beyond_end(key, &range) => Ok(Some(Vec::new())),
             (Err(error), answer) => Err(self.fail(&error, answer.as_ref())),
         }
     }
 
-    /// Returns true for a range of a local folder's object that the object does not have.
+    /// Returns true if a failed request asked for a range beyond the end of an object in a local folder.
     fn is_beyond_end(&self, key: ObjectKey, range: &Option<Range<u64>>) -> bool {
         let (Some(folder), Some(range)) = (&self.folder, range) else { return false };
         folder.ends_before(&key.to_string(), range.start)
@@ -364,7 +366,7 @@ impl Shared {
         }
     }
 
-    /// Waits before another attempt. Returns false to give up.
+    /// Waits before another attempt. Returns false if no further attempt is made.
     async fn pause(&self, attempt: u32, class: FailureClass) -> bool {
         let is_denial = matches!(class, FailureClass::Denied | FailureClass::Expired);
         let has_new = is_denial && self.has_new_credentials.swap(false, Ordering::Relaxed);
@@ -405,8 +407,9 @@ impl Bucket for RemoteBucket {
         self.run(async move { shared.delete(key).await }).await
     }
 
-    /// Waits with growing, random delays up to the bounds of [`RemoteOptions`], longer after a throttled request. Gives up
-    /// after the last attempt, after [`RemoteBucket::stop`], and sooner for failures that rarely pass.
+    /// Waits for a random delay that grows with `attempt`, within the bounds of [`RemoteOptions`], and longer after a
+    /// throttled request. Returns false after the last attempt, after [`RemoteBucket::stop`], and earlier for failures
+    /// that rarely pass.
     async fn pause(&self, attempt: u32, failure: &BucketError) -> bool {
         let (shared, class) = (self.shared.clone(), failure.class);
         self.run(async move { Ok(shared.pause(attempt, class).await) }).await.unwrap_or(false)

@@ -1,4 +1,4 @@
-//! Settings of a bucket and its credentials.
+//! The settings of a bucket and its credentials.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,8 +9,8 @@ pub type Settings = Vec<(String, String)>;
 
 /// The settings of a bucket.
 ///
-/// Settings have the names of `object_store`: `endpoint`, `region`, `access_key_id`, `allow_http`, `timeout` and so on. The
-/// variables `AWS_…`, `GOOGLE_…` and `AZURE_…` of the environment come first; a setting replaces the variable.
+/// Settings have the names that `object_store` uses: `endpoint`, `region`, `access_key_id`, `allow_http`, `timeout` and
+/// so on. The environment variables `AWS_…`, `GOOGLE_…` and `AZURE_…` provide defaults, which a setting overrides.
 ///
 /// ```
 /// use remanent_archive::remote::RemoteOptions;
@@ -43,37 +43,37 @@ impl Default for RemoteOptions {
 }
 
 impl RemoteOptions {
-    /// Adds a setting.
+    /// Adds a setting. A later setting with the same key replaces it.
     #[must_use]
     pub fn setting(mut self, key: impl Into<String>, value: impl Into<String>) -> Self {
         self.settings.push((key.into(), value.into()));
         self
     }
 
-    /// Adds a source of settings, such as a file with credentials. It is called at open, and again after the bucket has
-    /// denied a request.
+    /// Adds a source of settings, for example a credential file. It is called when the bucket is opened, and again
+    /// after the bucket has denied a request.
     #[must_use]
     pub fn settings_from(mut self, source: impl Fn() -> Settings + Send + Sync + 'static) -> Self {
         self.source = Some(Arc::new(source));
         self
     }
 
-    /// Sets the number of attempts of a request that fails for a passing reason. The default is 12, which is about one
-    /// minute and a half.
+    /// Sets the maximum number of attempts of a request that fails for a temporary reason. The default is 12, which
+    /// takes about 90 seconds.
     #[must_use]
     pub fn attempts(mut self, attempts: u32) -> Self {
         self.attempts = attempts.max(1);
         self
     }
 
-    /// Sets the first and the longest delay between attempts. The default is 100 ms and 20 s.
+    /// Sets the first and the maximum delay between attempts. The defaults are 100 ms and 20 s.
     #[must_use]
     pub fn delays(mut self, first: Duration, longest: Duration) -> Self {
         (self.first_delay, self.longest_delay) = (first, longest);
         self
     }
 
-    /// Returns the settings as they are now.
+    /// Returns the current settings.
     pub(super) fn read(&self) -> Settings {
         let mut settings = self.settings.clone();
         settings.extend(self.source.iter().flat_map(|source| source()));
@@ -82,7 +82,7 @@ impl RemoteOptions {
 }
 
 impl fmt::Debug for RemoteOptions {
-    /// Formats the keys of the settings. The values may be credentials.
+    /// Formats only the keys of the settings, because values may be credentials.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let keys: Vec<&str> = self.settings.iter().map(|(key, _)| key.as_str()).collect();
         f.debug_struct("RemoteOptions")

@@ -125,7 +125,8 @@ fn emptied_archive_is_not_begun_anew() {
     let again = stage.process(0);
     let Err(Stop::Violation(reason)) = block_on(again.open()) else { panic!("the archive is begun anew") };
     assert!(
-        reason.starts_with("the archive ends at position 0, but this directory created a fence at position 1"),
+        reason
+            .starts_with("the archive ends at position 0, but this directory created a fence at position 1"),
         "{reason}"
     );
     assert!(stage.world.borrow().objects.is_empty());
