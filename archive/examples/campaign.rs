@@ -1,11 +1,11 @@
-//! Plays many random schedules of the simulated archive, and prints violations.
+//! Runs random schedules of the simulated archive, and prints violations of its promises.
 //!
 //! ```text
 //! cargo run --release -p remanent-archive --features testing --example campaign -- FIRST COUNT [RULE…]
 //! cargo run --release -p remanent-archive --features testing --example campaign -- trace SEED [RULE…]
 //! ```
 //!
-//! The processes leave out the named rules: `Nonce`, `Check` and so on, as in `Rule`.
+//! If rules are named, the processes do not follow them. The names are those of `Rule`: `Nonce`, `Check` and so on.
 #![expect(clippy::print_stdout, reason = "a command prints its result")]
 
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use std::time::Instant;
 use remanent_archive::rules::{Rule, Rules};
 use remanent_archive::testing::run;
 
-/// Returns the text of a violation without its names and numbers.
+/// Returns the text of a violation without names and numbers, for counting.
 fn kind_of(violation: &str) -> String {
     let is_plain =
         |word: &&str| !word.contains(['/', '-', '(']) && !word.contains(|c: char| c.is_ascii_digit());

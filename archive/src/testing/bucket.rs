@@ -1,4 +1,4 @@
-//! A bucket with the faults of object stores and their clients.
+//! A simulated bucket with the faults of object stores and their clients.
 
 use std::future::Future;
 use std::ops::Range;
@@ -10,20 +10,20 @@ use crate::bucket::{Bucket, BucketError, Creation, FailureClass};
 use crate::line::Nonces;
 use crate::object::{Folder, Nonce, ObjectKey};
 
-/// A process's access to the bucket. Each request is one or two points at which the scheduler may do anything else.
+/// Access of one process to the bucket. Each request yields to the scheduler once or twice.
 #[derive(Clone, Debug)]
 pub struct SimBucket {
     /// The shared state.
     pub world: SharedWorld,
-    /// The process.
+    /// The number of the process.
     pub process: ProcessId,
-    /// The machine of the process, whose application goes on while a request waits.
+    /// The machine of the process. Its application continues while a request waits.
     pub machine: Option<usize>,
-    /// Whether the bucket ignores the condition of a create, as some servers do.
+    /// Whether the bucket ignores the condition of creates, as some servers do.
     pub ignores_condition: bool,
 }
 
-/// Lets the scheduler continue with another process.
+/// Yields to the scheduler once.
 pub fn reschedule() -> impl Future<Output = ()> {
     Reschedule(false)
 }
@@ -53,7 +53,7 @@ impl SimBucket {
         !world.is_calm && world.rng.chance(probability)
     }
 
-    /// Sends a request. If the process is killed before the request takes effect, it may take effect later.
+    /// Sends a request. If the process is killed before the request takes effect, the request may take effect later.
     async fn send(&self, effect: Effect) -> Effect {
         self.world.borrow_mut().in_flight.insert(self.process, effect.clone());
         reschedule().await;
@@ -86,15 +86,15 @@ impl Bucket for SimBucket {
                 self.world.borrow_mut().zombies.push(effect);
                 Err(failure(FailureClass::InDoubt, "time-out, arrives later or never"))
             }
-            ..0.94 => Ok(Creation::Exists), // A 409 without having written.
+            ..0.94 => Ok(Creation::Exists), // A conflict (409): nothing was written.
             ..0.96 => Err(failure(FailureClass::Throttled, "429")),
             _ => {
-                // A 500 after success, which the client retried.
+                // A 500 after the object was created. The client retried the request.
                 self.apply(&effect);
                 Ok(self.apply(&effect))
             }
         };
-        // Without faults, a test can stall every process here.
+        // Without faults, a test can stall any process here.
         let is_calm = self.world.borrow().is_calm;
         if is_calm || self.chance(0.5) {
             reschedule().await;
@@ -145,13 +145,13 @@ impl Bucket for SimBucket {
             return Err(failure(FailureClass::Denied, "403"));
         }
         if self.chance(0.1) {
-            self.world.borrow_mut().zombies.push(effect.clone()); // Repeated later.
+            self.world.borrow_mut().zombies.push(effect.clone()); // Takes effect again later.
         }
         self.apply(&effect);
         Ok(())
     }
 
-    /// Lets others run. The application of the machine goes on meanwhile. Rarely gives up.
+    /// Yields to the scheduler while the application of the machine continues. Rarely returns false.
     async fn pause(&self, _attempt: u32, failure: &BucketError) -> bool {
         reschedule().await;
         if failure.class == FailureClass::Denied {

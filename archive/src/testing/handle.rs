@@ -1,4 +1,4 @@
-//! The directory of a machine, as the protocol sees it.
+//! The simulated directory of a machine, as the protocol accesses it.
 
 use std::io;
 
@@ -12,19 +12,19 @@ use crate::local::{FenceRecord, LocalStore, SealedFrames};
 use crate::object::{BatchPoint, KeptSnapshot, Part};
 use crate::rules::{Rule, Rules};
 
-/// A process's access to the directory of its machine.
+/// Access of one process to the directory of its machine.
 #[derive(Clone, Debug)]
 pub struct SimStoreHandle {
     /// The shared state.
     pub world: SharedWorld,
-    /// The machine.
+    /// The number of the machine.
     pub machine: usize,
     /// The rules to follow.
     pub rules: Rules,
 }
 
 impl SimStoreHandle {
-    /// Calls a function with the directory.
+    /// Calls a function with the directory of the machine.
     ///
     /// # Panics
     /// Panics if the machine has no directory.

@@ -1,9 +1,9 @@
-//! A simulated bucket and simulated machines under a seeded scheduler, for tests.
+//! A simulated bucket and simulated machines with a seeded scheduler, for tests.
 //!
-//! [`run`] plays one schedule: writers, readers and pruners on three machines, which run the functions of
-//! [`line`](crate::line) on one bucket. A request has one or two points at which the scheduler may run another process,
-//! stall this one, or kill it. The bucket delays, repeats and loses requests; a killed process leaves requests that take
-//! effect later, or never. Machines lose power or their disk, and old copies of directories come back.
+//! [`run`] runs one schedule: writers, readers and pruners on three machines call the functions of
+//! [`line`](crate::line) on one bucket. Each request yields to the scheduler once or twice. The scheduler may then run
+//! another process, stall this one, or kill it. The bucket delays, repeats and loses requests. Requests of a killed
+//! process may take effect later. Machines lose power or their disk, and old copies of directories are opened.
 //!
 //! After each acknowledgement and each restore, [`world`] checks the promises of the archive.
 

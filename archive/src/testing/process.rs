@@ -1,4 +1,4 @@
-//! The simulated processes: writers, readers and pruners. They run the functions of [`line`](crate::line).
+//! The simulated processes: writers, readers and pruners, which call the functions of [`line`](crate::line).
 
 use remanent_format::SnapshotId;
 
@@ -12,15 +12,15 @@ use crate::local::LocalStore;
 use crate::object::KeptSnapshot;
 use crate::rules::{Rule, Rules};
 
-/// Number of boundaries that may pass a reader before it gives up.
+/// Number of attempts of a reader. Each failed attempt was overtaken by a boundary.
 const READ_ATTEMPTS: u32 = 6;
 
-/// The end of a process other than success.
+/// The reason why a process ended without success.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// The process stops as the protocol demands, for the stated reason.
+    /// The process stopped as the protocol requires, for this reason.
     Expected(String),
-    /// A promise is violated.
+    /// This promise was violated.
     Violation(String),
 }
 
@@ -43,10 +43,10 @@ fn violation(text: impl ToString) -> Stop {
     Stop::Violation(text.to_string())
 }
 
-/// What a process runs.
+/// The task of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Opens the store of a machine, commits, archives, takes snapshots and prunes.
+    /// Opens the store of a machine, commits batches, archives them, takes snapshots and prunes.
     Writer,
     /// Restores the end of the line.
     Reader,
@@ -54,16 +54,16 @@ pub enum Role {
     Pruner,
 }
 
-/// A process.
+/// A simulated process.
 #[derive(Clone, Debug)]
 pub struct Process {
-    /// The bucket, as this process reaches it.
+    /// Access to the bucket.
     pub bucket: SimBucket,
     /// The rules to follow.
     pub rules: Rules,
     /// The shared state.
     pub world: SharedWorld,
-    /// The machine.
+    /// The number of the machine.
     pub machine: usize,
     /// Whether the operator permits takeovers.
     pub takeover: Takeover,
@@ -73,10 +73,10 @@ pub struct Process {
 pub type SimLine<'a> = Line<'a, SimBucket, SimBucket>;
 
 impl Process {
-    /// Runs the process.
+    /// Runs the process to its end.
     ///
     /// # Errors
-    /// Returns the reason why it stops.
+    /// Returns the reason why the process stopped.
     pub async fn run(self, role: Role) -> Result<(), Stop> {
         match role {
             Role::Writer => self.write().await,
@@ -85,31 +85,31 @@ impl Process {
         }
     }
 
-    /// Returns the archive, as this process reaches it.
+    /// Returns the archive with the bucket access of this process.
     #[must_use]
     pub fn archive(&self) -> Archive<'_, SimBucket, SimBucket> {
         Archive { bucket: &self.bucket, nonces: &self.bucket, rules: self.rules }
     }
 
-    fn say(&self, event: impl FnOnce() -> String) {
+    fn record_event(&self, event: impl FnOnce() -> String) {
         let process = self.bucket.process;
-        self.world.borrow_mut().say(|| format!("P{process} {}", event()));
+        self.world.borrow_mut().record_event(|| format!("P{process} {}", event()));
     }
 
     fn chance(&self, probability: f64) -> bool {
         self.world.borrow_mut().rng.chance(probability)
     }
 
-    /// Returns the directory of the machine.
+    /// Returns access to the directory of the machine.
     #[must_use]
     pub fn local(&self) -> SimStoreHandle {
         SimStoreHandle { world: self.world.clone(), machine: self.machine, rules: self.rules }
     }
 
-    /// Restores the end of the line and checks it.
+    /// Restores the end of the line and checks the restored state.
     ///
     /// # Errors
-    /// Returns a violation, or the reason why the reader gives up.
+    /// Returns a violation, or the reason why the read failed.
     pub async fn read(&self) -> Result<Vec<u64>, Stop> {
         let began = self.world.borrow().now;
         let mut line = Line::new(self.archive());
@@ -117,14 +117,14 @@ impl Process {
         let state = self.restore(&mut line).await?.map(|(state, _)| state).unwrap_or_default();
         let tokens = state.tokens();
         let named = state.named.iter().map(|named| (named.name.clone(), state.tokens_of(named))).collect();
-        self.say(|| format!("restored {tokens:?}, named {named:?}"));
+        self.record_event(|| format!("restored {tokens:?}, named {named:?}"));
         let mut world = self.world.borrow_mut();
         world.check_restored(began, &tokens).map_err(Stop::Violation)?;
         world.check_named(began, &named).map_err(Stop::Violation)?;
         Ok(tokens)
     }
 
-    /// Reads the state of a line whose end was found. Returns `None` for an empty archive.
+    /// Reads the state at the end that `find` found. Returns `None` if the archive is empty.
     async fn restore(&self, line: &mut SimLine<'_>) -> Result<Option<(Restored, RestoredEnd)>, Stop> {
         for _ in 0..READ_ATTEMPTS {
             if line.is_empty() {
@@ -140,10 +140,10 @@ impl Process {
         Err(Stop::Expected("overtaken again and again".to_owned()))
     }
 
-    /// Prunes the archive without the store.
+    /// Prunes the archive from a machine without the store.
     ///
     /// # Errors
-    /// Returns a violation, or the reason why the prune fails.
+    /// Returns a violation, or the reason why the prune failed.
     pub async fn prune(&self) -> Result<(), Stop> {
         let mut line = Line::new(self.archive());
         line.find().await?;
@@ -153,7 +153,7 @@ impl Process {
         };
         if let Some(verified) = verified {
             let pruned = line.prune(verified).await?;
-            self.say(|| format!("pruned: {pruned:?}"));
+            self.record_event(|| format!("pruned: {pruned:?}"));
         }
         Ok(())
     }
@@ -164,10 +164,10 @@ impl Process {
     }
 
     /// Opens the store of the machine for writing: finds the end of the line, restores the directory if the machine has
-    /// none, and fences.
+    /// none, and creates a fence.
     ///
     /// # Errors
-    /// Returns a violation, or the reason why the store is not opened.
+    /// Returns a violation, or the reason why the store was not opened.
     pub async fn open(&self) -> Result<SimLine<'_>, Stop> {
         let mut line = Line::new(self.archive());
         line.find().await?;
@@ -184,11 +184,11 @@ impl Process {
         if !self.rules.follow(Rule::Fence) {
             self.world.borrow_mut().note_term(line.next(), self.bucket.process);
         }
-        self.say(|| format!("opened the store in term {:?}", line.term()));
+        self.record_event(|| format!("opened the store in term {:?}", line.term()));
         Ok(line)
     }
 
-    /// Opens the directory of the machine, restoring it first if the machine has none.
+    /// Opens the directory of the machine. Restores it first if the machine has none.
     async fn open_directory(&self, line: &mut SimLine<'_>) -> Result<(), Stop> {
         let is_absent = self.world.borrow().machines[self.machine].is_none();
         if is_absent {
@@ -198,7 +198,7 @@ impl Process {
         let local = self.local();
         let random = self.world.borrow_mut().draw();
         local.with(|store| store.plan_opening(random));
-        // The lineage is checked with the opening that the directory is about to publish (rule 5).
+        // The lineage is checked with the opening that the directory will publish (rule 5).
         line.check_lineage(&local, self.takeover).map_err(|error| self.refused(error))?;
         local.with(SimStore::publish_opening);
         Ok(())
@@ -218,11 +218,11 @@ impl Process {
         let Some((state, end)) = self.restore(line).await? else {
             return Err(violation("the archive is empty now"));
         };
-        self.say(|| format!("restored its directory: {:?}", state.tokens()));
+        self.record_event(|| format!("restored its directory: {:?}", state.tokens()));
         Ok(SimStore::restored(state, &end, claim))
     }
 
-    /// Handles a refused open: the operator discards the directory, and a later open restores it.
+    /// Handles a rejected open: the operator discards the directory, and a later open restores it.
     fn refused(&self, error: Error) -> Stop {
         let mut world = self.world.borrow_mut();
         let is_newest =
@@ -239,7 +239,7 @@ impl Process {
         }
     }
 
-    /// The life of a writer: commits, syncs, runs, snapshots, prunes.
+    /// Runs a writer: commits, syncs, archives runs, takes snapshots and prunes.
     async fn work(&self, line: &mut SimLine<'_>, local: &SimStoreHandle) -> Result<(), Stop> {
         loop {
             reschedule().await;
@@ -254,17 +254,17 @@ impl Process {
                 ..0.80 => self.take_named(line, local).await?,
                 ..0.83 => self.give_up_name(line, local).await?,
                 ..0.93 => self.prune_as_writer(line).await?,
-                ..0.94 => drop(line.write_hint().await), // A hint decides nothing.
+                ..0.94 => drop(line.write_hint().await), // Failures to write a hint have no effect.
                 ..0.96 if !self.world.borrow().is_calm => return Err(Stop::Expected("closed".to_owned())),
                 _ => {}
             }
         }
     }
 
-    /// Appends the sealed frames and acknowledges their batches.
+    /// Appends the frames that are ready, and acknowledges their batches.
     ///
     /// # Errors
-    /// Returns a violation, or the reason why the writer stops.
+    /// Returns a violation, or the reason why the writer stopped.
     pub async fn append_run(&self, line: &mut SimLine<'_>, local: &SimStoreHandle) -> Result<(), Stop> {
         let before = line.archived().lsn.0 as usize;
         match line.append_run(local).await {
@@ -274,14 +274,14 @@ impl Process {
         }
     }
 
-    /// Keeps a writer alive while the bucket cannot be reached.
+    /// Ignores errors after which a writer may try again later, and returns any other error.
     fn retry_later(&self, error: Error) -> Result<(), Stop> {
         match error {
             Error::Bucket { .. }
             | Error::Unknown { .. }
             | Error::EndNotArchived { .. }
             | Error::AppendPending => {
-                self.say(|| error.to_string());
+                self.record_event(|| error.to_string());
                 Ok(())
             }
             error => Err(error.into()),
@@ -292,7 +292,7 @@ impl Process {
         let tokens = self.local().with(|store| store.tokens(before, appended.archived.lsn.0 as usize));
         let mut world = self.world.borrow_mut();
         let process = self.bucket.process;
-        world.say(|| format!("P{process} acknowledges {tokens:?} in {}", appended.position));
+        world.record_event(|| format!("P{process} acknowledges {tokens:?} in {}", appended.position));
         world.acknowledge(process, appended.position, &tokens).map_err(Stop::Violation)
     }
 
@@ -309,17 +309,17 @@ impl Process {
             reschedule().await;
         }
         if line.archived().lsn.0 < redo as u64 && self.chance(0.2) {
-            // The log below `redo` is given up (rule 28).
+            // The log below `redo` is no longer retained (rule 28).
             let rebased = local.with(|store| store.complete_rebase(redo));
             return self.append_manifest(line, local, &rebased).await;
         }
         let snapshot = local.with(|store| store.complete_snapshot(redo, is_base));
-        // The run that holds the snapshot's end comes first [mend].
+        // [mend] The run that contains the end of the snapshot is appended first.
         while self.rules.follow(Rule::Mend) && line.archived().lsn < snapshot.end.lsn {
             let before = line.archived();
             self.append_run(line, local).await?;
             if line.archived() == before {
-                return Ok(()); // The bucket is away; the next snapshot replaces this one.
+                return Ok(()); // The bucket is unreachable; the next snapshot replaces this one.
             }
         }
         self.append_manifest(line, local, &snapshot).await
@@ -328,7 +328,7 @@ impl Process {
     /// Appends the manifest of a snapshot.
     ///
     /// # Errors
-    /// Returns a violation, or the reason why the writer stops.
+    /// Returns a violation, or the reason why the writer stopped.
     pub async fn append_manifest(
         &self,
         line: &mut SimLine<'_>,
@@ -338,7 +338,9 @@ impl Process {
         let before = line.archived().lsn.0 as usize;
         match line.append_manifest(local, snapshot).await {
             Ok(appended) => {
-                self.say(|| format!("archived snapshot {} in {}", snapshot.snapshot, appended.position));
+                self.record_event(|| {
+                    format!("archived snapshot {} in {}", snapshot.snapshot, appended.position)
+                });
                 self.acknowledge(&appended, before)
             }
             Err(error) => self.retry_later(error),
@@ -348,10 +350,10 @@ impl Process {
     /// Takes a named snapshot and archives it.
     ///
     /// # Errors
-    /// Returns a violation, or the reason why the writer stops.
+    /// Returns a violation, or the reason why the writer stopped.
     pub async fn take_named(&self, line: &mut SimLine<'_>, local: &SimStoreHandle) -> Result<(), Stop> {
         if local.with(|store| store.log.is_empty()) {
-            return Ok(()); // The model has no file for an empty state.
+            return Ok(()); // The simulation has no file for an empty state.
         }
         let name = format!("name {}", self.world.borrow_mut().draw());
         let (named, tokens) =
@@ -361,13 +363,13 @@ impl Process {
             let before = line.archived();
             self.append_run(line, local).await?;
             if line.archived() == before {
-                return Ok(()); // The bucket is away, and the snapshot is not archived.
+                return Ok(()); // The bucket is unreachable; the snapshot is not archived.
             }
         }
         self.append_catalog(line, local, &[], Some(&named)).await
     }
 
-    /// Gives up the name of a snapshot, in the directory and in the archive.
+    /// Gives up the name of a snapshot in the directory and in the archive.
     async fn give_up_name(&self, line: &mut SimLine<'_>, local: &SimStoreHandle) -> Result<(), Stop> {
         let count = local.with(|store| store.named.len());
         if count == 0 {
@@ -376,7 +378,7 @@ impl Process {
         let at = self.world.borrow_mut().rng.below(count);
         let named = local.with(|store| store.named.remove(at));
         self.world.borrow_mut().give_up_name(&named.name, false);
-        // The archive may contain another snapshot with this number, if this one was never archived.
+        // If this snapshot was never archived, the archive may contain another one with the same number.
         let is_same = |kept: &&KeptSnapshot| (kept.snapshot, &kept.name) == (named.snapshot, &named.name);
         let removed: Vec<SnapshotId> =
             line.catalog().iter().filter(is_same).map(|kept| kept.snapshot).collect();
@@ -390,7 +392,7 @@ impl Process {
     /// Appends a catalog.
     ///
     /// # Errors
-    /// Returns a violation, or the reason why the writer stops.
+    /// Returns a violation, or the reason why the writer stopped.
     pub async fn append_catalog(
         &self,
         line: &mut SimLine<'_>,
@@ -403,7 +405,7 @@ impl Process {
             Ok(Some(appended)) => {
                 self.acknowledge(&appended, before)?;
                 if let Some(new) = new {
-                    self.say(|| format!("archived {:?} in {}", new.name, appended.position));
+                    self.record_event(|| format!("archived {:?} in {}", new.name, appended.position));
                     self.world.borrow_mut().archive_named(&new.name);
                 }
                 Ok(())
@@ -413,15 +415,15 @@ impl Process {
         }
     }
 
-    /// Prunes the archive as its writer.
+    /// Prunes the archive as the current writer.
     ///
     /// # Errors
-    /// Returns a violation, or the reason why the writer stops.
+    /// Returns a violation, or the reason why the writer stopped.
     pub async fn prune_as_writer(&self, line: &mut SimLine<'_>) -> Result<(), Stop> {
         let Some(manifest) = line.newest_manifest() else { return Ok(()) };
         match line.prune(Verified::by_server(manifest)).await {
             Ok(pruned) => {
-                self.say(|| format!("pruned: {pruned:?}"));
+                self.record_event(|| format!("pruned: {pruned:?}"));
                 Ok(())
             }
             Err(error) => self.retry_later(error),

@@ -1,4 +1,4 @@
-//! The scheduler: polls the processes by hand, and kills, stalls and starts them by a seed.
+//! The scheduler. It polls the processes, and starts, stalls and kills them as a seed determines.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -13,21 +13,21 @@ use super::world::{MACHINES, ProcessId, SharedWorld, World};
 use crate::line::Takeover;
 use crate::rules::Rules;
 
-/// Number of steps of a schedule.
+/// Number of random steps in a schedule.
 const STEPS: u64 = 360;
-/// Number of processes that may live at one time.
+/// Maximum number of processes at a time.
 const PROCESSES_MAX: usize = 5;
-/// Number of steps after which the last restore and the last writer count as stuck.
+/// Number of steps after which the last restore or the last writer counts as stuck.
 const FINAL_STEPS: u64 = 4000;
 
 /// The result of a schedule.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// The violated promise, or `None`.
+    /// The violated promise, or `None` if all promises held.
     pub violation: Option<String>,
-    /// Number of batches that were acknowledged.
+    /// Number of acknowledged batches.
     pub acknowledged: usize,
-    /// What happened, if it was recorded.
+    /// The recorded events. Empty if no trace was requested.
     pub trace: Vec<String>,
 }
 
@@ -38,7 +38,7 @@ struct Task {
     role: Role,
 }
 
-/// A bucket, machines and processes, moved by a random schedule or by a test.
+/// A bucket, machines and processes, run by a random schedule or by a test.
 pub struct Simulation {
     /// The shared state.
     pub world: SharedWorld,
@@ -54,7 +54,7 @@ impl std::fmt::Debug for Simulation {
     }
 }
 
-/// Plays the schedule of a seed. Returns its outcome, with a trace if `is_traced`.
+/// Runs the schedule of a seed. Records a trace if `is_traced` is true.
 #[must_use]
 pub fn run(seed: u64, rules: Rules, is_traced: bool) -> Outcome {
     let mut simulation = Simulation::new(seed, rules);
@@ -78,7 +78,7 @@ impl Simulation {
         Self { world, rules, tasks: BTreeMap::new(), weights: BTreeMap::new(), started: 0 }
     }
 
-    /// Returns a new process of a machine.
+    /// Creates a process on a machine. Does not start it.
     pub fn process(&mut self, machine: usize) -> Process {
         self.started += 1;
         let world = self.world.clone();
@@ -100,12 +100,12 @@ impl Simulation {
             process.bucket.machine = None;
         }
         let id = process.bucket.process;
-        self.world.borrow_mut().say(|| format!("P{id} starts: {role:?} on machine {machine}"));
+        self.world.borrow_mut().record_event(|| format!("P{id} starts: {role:?} on machine {machine}"));
         self.tasks.insert(id, Task { future: Box::pin(process.run(role)), machine, role });
         id
     }
 
-    /// Lets a process run to its next scheduling point. Returns false if it has ended.
+    /// Runs a process until it yields. Returns false if it has ended.
     ///
     /// # Errors
     /// Returns the violated promise.
@@ -113,12 +113,12 @@ impl Simulation {
         let Some(task) = self.tasks.get_mut(&id) else { return Ok(false) };
         match task.future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Pending => return Ok(true),
-            Poll::Ready(Ok(())) => self.world.borrow_mut().say(|| format!("P{id} ends")),
+            Poll::Ready(Ok(())) => self.world.borrow_mut().record_event(|| format!("P{id} ends")),
             Poll::Ready(Err(Stop::Expected(reason))) => {
-                self.world.borrow_mut().say(|| format!("P{id} stops: {reason}"));
+                self.world.borrow_mut().record_event(|| format!("P{id} stops: {reason}"));
             }
             Poll::Ready(Err(Stop::Violation(promise))) => {
-                self.world.borrow_mut().say(|| format!("P{id} VIOLATION: {promise}"));
+                self.world.borrow_mut().record_event(|| format!("P{id} VIOLATION: {promise}"));
                 return Err(promise);
             }
         }
@@ -130,7 +130,7 @@ impl Simulation {
         self.tasks.values().any(|task| task.machine == machine && task.role == Role::Writer)
     }
 
-    /// Plays random steps.
+    /// Runs random steps.
     fn play(&mut self) -> Result<(), String> {
         for now in 0..STEPS {
             self.world.borrow_mut().now = now;
@@ -147,7 +147,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// Lets the effect of an old request happen.
+    /// Applies the effect of a random earlier request.
     fn wake_zombie(&mut self) {
         let mut world = self.world.borrow_mut();
         if world.zombies.is_empty() {
@@ -156,7 +156,7 @@ impl Simulation {
         let at = world.zombies.len();
         let at = world.rng.below(at);
         let effect = world.zombies.swap_remove(at);
-        world.say(|| "a late request takes effect".to_owned());
+        world.record_event(|| "a late request takes effect".to_owned());
         world.apply(&effect);
     }
 
@@ -180,11 +180,12 @@ impl Simulation {
         self.kill(id);
     }
 
-    /// Kills a process, perhaps with its machine. Its request in flight may take effect later.
+    /// Kills a random process, and in some cases cuts the power of its machine. Its current request may take effect
+    /// later.
     pub fn kill(&mut self, id: ProcessId) {
         let Some(task) = self.tasks.remove(&id) else { return };
         let mut world = self.world.borrow_mut();
-        world.say(|| format!("P{id} is killed"));
+        world.record_event(|| format!("P{id} is killed"));
         if let Some(effect) = world.in_flight.remove(&id)
             && world.rng.chance(0.5)
         {
@@ -197,20 +198,20 @@ impl Simulation {
             ..0.25 => world.cut_power(task.machine),
             ..0.45 => {
                 world.machines[task.machine] = None;
-                world.say(|| "  with its machine".to_owned());
+                world.record_event(|| "  with its machine".to_owned());
             }
             _ => {}
         }
     }
 
-    /// Copies a directory, or brings back an earlier copy, perhaps on another machine.
+    /// Copies a directory, or brings back an earlier copy, possibly on another machine.
     fn copy_directory(&mut self) {
         let machine = self.world.borrow_mut().rng.below(MACHINES);
         let is_free = !self.has_writer(machine);
         let mut world = self.world.borrow_mut();
         if world.old_copy.is_some() && is_free && world.rng.chance(0.6) {
             world.machines[machine] = world.old_copy.take();
-            world.say(|| format!("an old copy of a directory comes back on machine {machine}"));
+            world.record_event(|| format!("an old copy of a directory comes back on machine {machine}"));
         } else if let Some(store) = &world.machines[machine] {
             let mut copy = store.clone();
             copy.is_old_copy = true;
@@ -218,7 +219,7 @@ impl Simulation {
         }
     }
 
-    /// Stalls some processes and hurries others.
+    /// Makes some processes slow and others fast.
     fn stall(&mut self) {
         let rng = &mut self.world.borrow_mut().rng;
         self.weights = self.tasks.keys().map(|id| (*id, rng.choice(&[0, 1, 1, 4]))).collect();
@@ -238,7 +239,7 @@ impl Simulation {
         self.step(id).map(|_| ())
     }
 
-    /// Ends all faults. Then a restore must succeed, and a new machine must take over.
+    /// Ends all faults. A restore must then succeed, and a new machine must be able to take over.
     fn finish(&mut self) -> Result<(), String> {
         self.tasks.clear();
         {

@@ -1,4 +1,4 @@
-//! A directory of a store, as far as an archive sees it: a log with marks, openings, image files.
+//! A simulated store directory, reduced to what an archive reads: a log with marks, openings and image files.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -11,7 +11,7 @@ use crate::line::{NamedParts, RestoredEnd, SnapshotParts, StateSink};
 use crate::local::{FenceRecord, SealedFrames};
 use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, Part, Role, crc64};
 
-/// The contents of a batch: a number that no other batch has.
+/// The contents of a batch, a unique number.
 pub type Token = u64;
 
 /// Length of an encoded batch in bytes.
@@ -20,9 +20,9 @@ const BATCH_LEN: usize = 20;
 /// A batch of the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// The contents.
+    /// The contents of the batch.
     pub token: Token,
-    /// Incarnation that wrote the frame.
+    /// The incarnation that wrote the frame.
     pub incarnation: Incarnation,
     /// Chain hash of the frame.
     pub chain: u32,
@@ -56,7 +56,7 @@ impl Batch {
     }
 }
 
-/// An image file: some consecutive batches.
+/// An image file, which contains a range of batches.
 #[derive(Clone, Debug)]
 pub struct ImageFile {
     number: u64,
@@ -77,30 +77,30 @@ impl ImageFile {
     }
 }
 
-/// A directory.
+/// A simulated store directory.
 #[derive(Clone, Debug)]
 pub struct SimStore {
     /// The id of the store.
     pub id: StoreId,
-    /// All batches; batch `n` has Lsn `n + 1`.
+    /// All batches. The batch at index `n` has Lsn `n + 1`.
     pub log: Vec<Batch>,
-    /// Number of batches that are synced.
+    /// Number of synced batches.
     pub durable: usize,
-    /// Number of batches under a mark that is synced.
+    /// Number of batches under a synced mark.
     pub mark: usize,
-    /// Whether this directory is an old copy.
+    /// Whether this directory is an old copy of another one.
     pub is_old_copy: bool,
-    /// Frames that an opening dropped, after copying their batches.
+    /// Frames that an opening dropped after it copied their batches.
     dropped: Vec<BatchPoint>,
-    /// The highest incarnation number of the line from which the directory was restored (rule 24).
+    /// The highest incarnation number of the line at the restore of this directory (rule 24).
     incarnation_floor: u32,
     pub(super) openings: Vec<SegmentHeader>,
     images: Vec<ImageFile>,
-    /// The bytes of all image files, also of those that only named snapshots need.
+    /// The bytes of all image files, including those that only named snapshots need.
     parts: HashMap<Part, Rc<[u8]>>,
     /// Named snapshots, oldest first.
     pub named: Vec<NamedParts>,
-    /// The names of all named snapshots that the directory ever had.
+    /// Names of all named snapshots that the directory ever contained.
     pub known_names: HashSet<String>,
     files: u64,
     snapshots: u64,
@@ -108,7 +108,7 @@ pub struct SimStore {
 }
 
 impl SimStore {
-    /// Creates a directory of a new store.
+    /// Creates the directory of a new store.
     #[must_use]
     pub fn create(random: u64) -> Self {
         let mut id = [0xa5; 16];
@@ -132,7 +132,8 @@ impl SimStore {
         }
     }
 
-    /// Creates a directory from a state that was read. `fence` is the claim under which it was read, if there was one.
+    /// Creates a directory from a restored state. `fence` is the claim under which the state was read, if there was
+    /// one.
     #[must_use]
     pub fn restored(state: Restored, end: &RestoredEnd, fence: Option<FenceRecord>) -> Self {
         let count = state.batches.len();
@@ -154,14 +155,14 @@ impl SimStore {
         store
     }
 
-    /// Returns true if the directory created the fence at `position`.
+    /// Returns true if this directory created the fence at `position`.
     #[must_use]
     pub fn is_fence_of(&self, position: u64) -> bool {
         !self.is_old_copy
             && self.fences.iter().any(|record| record.is_confirmed && record.position == position)
     }
 
-    /// Returns the tokens from batch `first` on, up to `end`.
+    /// Returns the contents of the batches from index `first` up to `end`.
     #[must_use]
     pub fn tokens(&self, first: usize, end: usize) -> Vec<Token> {
         let end = end.min(self.log.len());
@@ -183,8 +184,8 @@ impl SimStore {
             .map_or_else(Incarnation::default, |o| o.incarnation)
     }
 
-    /// Begins an incarnation: the batches above the newest durable mark are dropped from their incarnation. Publish it
-    /// with [`publish_opening`](SimStore::publish_opening).
+    /// Plans an opening: the batches above the newest durable mark are dropped from their incarnation. Call
+    /// [`publish_opening`](SimStore::publish_opening) to complete it.
     pub fn plan_opening(&mut self, random: u64) {
         let number = self.incarnation().number.max(self.incarnation_floor) + 1;
         let incarnation = Incarnation { number, random: random as u32 };
@@ -192,12 +193,12 @@ impl SimStore {
         self.openings.push(opening(self.id, incarnation, &predecessor));
     }
 
-    /// Discards an opening that was planned.
+    /// Discards a planned opening.
     pub fn discard_opening(&mut self) {
         self.openings.pop();
     }
 
-    /// Completes the planned opening: it copies the dropped batches and syncs them.
+    /// Completes the planned opening: copies the dropped batches into the new incarnation and syncs them.
     pub fn publish_opening(&mut self) {
         let incarnation = self.incarnation();
         for at in self.mark.min(self.log.len())..self.log.len() {
@@ -208,31 +209,31 @@ impl SimStore {
         self.seal();
     }
 
-    /// Logs a batch.
+    /// Appends a batch to the log without syncing.
     pub fn commit(&mut self, token: Token) {
         let batch = Batch::after(self.log.last(), token, self.incarnation());
         self.log.push(batch);
     }
 
-    /// Syncs the log. The frames carry the mark before.
+    /// Syncs the log. The synced frames contain the previous mark.
     pub fn sync(&mut self) {
         self.mark = self.durable;
         self.durable = self.log.len();
     }
 
-    /// Syncs the log, and a seal with its mark.
+    /// Syncs the log and a seal that contains the new mark.
     pub fn seal(&mut self) {
         self.durable = self.log.len();
         self.mark = self.durable;
     }
 
-    /// Begins a snapshot of the present state. Returns its `redo`.
+    /// Starts a snapshot of the current state. Returns its `redo`.
     #[must_use]
     pub fn snapshot_redo(&self) -> usize {
         self.log.len()
     }
 
-    /// Completes a snapshot. It shares the images of the previous one, or writes everything again.
+    /// Completes a snapshot. It either shares the images of the previous snapshot or writes all images again.
     pub fn complete_snapshot(&mut self, redo: usize, is_base: bool) -> SnapshotParts {
         self.write_images(redo, is_base);
         SnapshotParts {
@@ -260,7 +261,7 @@ impl SimStore {
         self.snapshots += 1;
     }
 
-    /// Takes a named snapshot of the present state.
+    /// Takes a named snapshot of the current state.
     pub fn take_named(&mut self, name: String) -> NamedParts {
         let count = self.log.len();
         self.write_images(count, false);
@@ -272,14 +273,14 @@ impl SimStore {
         named
     }
 
-    /// States that the archive contains a named snapshot with this number.
+    /// Records that the archive contains a named snapshot with this number.
     pub fn skip_number(&mut self, snapshot: SnapshotId) {
         self.snapshots = self.snapshots.max(snapshot.0);
     }
 }
 
 impl SimStore {
-    /// Completes a snapshot that follows a gap: it lists the frames from its `redo` to its end.
+    /// Completes a snapshot that follows a gap and lists the frames from its `redo` to its end.
     pub fn complete_rebase(&mut self, redo: usize) -> SnapshotParts {
         let mut snapshot = self.complete_snapshot(redo, true);
         let bytes = self.frames_from(redo);
@@ -298,7 +299,7 @@ impl SimStore {
         bytes
     }
 
-    /// Returns the frames after the first `first` batches, up to `end`.
+    /// Returns the frames of the batches from index `first` up to `end`.
     pub(super) fn frames(&self, first: usize, end: usize) -> Option<SealedFrames> {
         let end = end.min(self.log.len());
         if first >= end {
@@ -315,7 +316,7 @@ impl SimStore {
         known.find(|point| point.incarnation == incarnation && point.lsn == lsn).map(|point| point.chain)
     }
 
-    /// Records fences. An old copy that creates a fence is a directory like any other.
+    /// Records fences. An old copy that creates a fence is no longer treated as an old copy.
     pub(super) fn record_fences(&mut self, fences: &[FenceRecord]) {
         let is_new = |record: &FenceRecord| record.is_confirmed && !self.fences.contains(record);
         self.is_old_copy &= !fences.iter().any(is_new);
@@ -344,27 +345,27 @@ fn opening(store: StoreId, incarnation: Incarnation, predecessor: &BatchPoint) -
     }
 }
 
-/// A state that is being read.
+/// A state while it is read.
 #[derive(Clone, Debug, Default)]
 pub struct Restored {
-    /// The batches.
+    /// The batches of the state.
     pub batches: Vec<Batch>,
     images: Vec<ImageFile>,
     parts: HashMap<Part, Rc<[u8]>>,
-    /// The named snapshots.
+    /// The named snapshots of the state.
     pub named: Vec<NamedParts>,
     snapshot: u64,
     redo: BatchPoint,
 }
 
 impl Restored {
-    /// Returns the tokens of the state.
+    /// Returns the contents of the batches.
     #[must_use]
     pub fn tokens(&self) -> Vec<Token> {
         self.batches.iter().map(|batch| batch.token).collect()
     }
 
-    /// Returns the tokens of a named snapshot.
+    /// Returns the contents of the batches in a named snapshot.
     ///
     /// # Panics
     /// Panics if a part of the snapshot was not received.

@@ -9,60 +9,60 @@ use super::rng::Rng;
 use super::store::{SimStore, Token};
 use crate::object::{Kind, ObjectKey, decode_header};
 
-/// Number of a process.
+/// The number of a process.
 pub type ProcessId = u32;
 
-/// Number of machines.
+/// The number of simulated machines.
 pub const MACHINES: usize = 3;
 
-/// The shared state.
+/// A reference to the shared state.
 pub type SharedWorld = Rc<RefCell<World>>;
 
-/// An effect of a request on the bucket, which may happen later than the request.
+/// The effect of a request on the bucket. It may take place later than the request.
 #[derive(Clone, Debug)]
 pub enum Effect {
     /// Creates an object unless one exists.
     Create(ObjectKey, Rc<[u8]>, ProcessId),
-    /// Replaces an object.
+    /// Creates or replaces an object.
     Put(ObjectKey, Rc<[u8]>),
-    /// Removes an object.
+    /// Deletes an object.
     Delete(ObjectKey),
 }
 
-/// The bucket, the machines, and the promises so far.
+/// The bucket, the machines, and the record of acknowledgements for the checks.
 #[derive(Debug)]
 pub struct World {
     /// Source of all random decisions.
     pub rng: Rng,
     /// The objects of the bucket.
     pub objects: BTreeMap<ObjectKey, Rc<[u8]>>,
-    /// Creates and deletes in their order, for listings that lag.
+    /// Creates and deletes in order, for listings that lag.
     changes: Vec<(ObjectKey, bool)>,
-    /// Requests whose sender died or gave up, and which may take effect.
+    /// Effects of requests whose sender died or stopped waiting. They may still take place.
     pub zombies: Vec<Effect>,
-    /// The effect of the request that each process has sent, if it has not happened yet.
+    /// For each process, the effect of its current request, if it has not taken place yet.
     pub in_flight: HashMap<ProcessId, Effect>,
-    /// The directory of each machine.
+    /// The directory of each machine, or `None`.
     pub machines: [Option<SimStore>; MACHINES],
-    /// A copy of a directory that may come back.
+    /// A copy of a directory that may be brought back.
     pub old_copy: Option<SimStore>,
-    /// Time: the number of scheduled steps.
+    /// The time: the number of scheduled steps.
     pub now: u64,
-    /// Whether requests always succeed.
+    /// Whether all requests succeed.
     pub is_calm: bool,
-    /// Descriptions of what happened, if they are recorded.
+    /// The recorded events, or `None` if they are not recorded.
     pub trace: Option<Vec<String>>,
-    /// The acknowledged batches, with the times.
+    /// The acknowledged batches, with the times of their acknowledgements.
     pub acknowledged: HashMap<Token, u64>,
-    /// The creator of the first object at each position of the line.
+    /// For each position of the line, the process that first created an object there.
     creators: BTreeMap<u64, ProcessId>,
-    /// Positions from which a writer is the newest one.
+    /// The positions at which a process became the newest writer.
     terms: BTreeMap<u64, ProcessId>,
-    /// The longest state that was restored.
+    /// The longest restored state.
     longest: Vec<Token>,
     /// The named snapshots that were taken.
     named: BTreeMap<String, Named>,
-    /// The processes that begin a takeover, with the names that their directories know.
+    /// The processes that are starting a takeover, with the names that their directories know.
     pub takes_over: HashMap<ProcessId, HashSet<String>>,
     drawn: u64,
 }
@@ -71,9 +71,9 @@ pub struct World {
 #[derive(Clone, Debug)]
 struct Named {
     tokens: Vec<Token>,
-    /// When it was acknowledged.
+    /// The time at which it was acknowledged as archived, if it was.
     archived: Option<u64>,
-    /// Whether its name was given up, and when that was acknowledged.
+    /// Whether its name was given up, and the time at which this was acknowledged.
     is_given_up: bool,
     removed: Option<u64>,
 }
@@ -104,20 +104,20 @@ impl World {
     }
 
     /// Records an event if events are recorded.
-    pub fn say(&mut self, event: impl FnOnce() -> String) {
+    pub fn record_event(&mut self, event: impl FnOnce() -> String) {
         let now = self.now;
         if let Some(trace) = &mut self.trace {
             trace.push(format!("{now:4} {}", event()));
         }
     }
 
-    /// Returns a number that was not returned before.
+    /// Returns a new unique number.
     pub fn draw(&mut self) -> u64 {
         self.drawn += 1;
         self.drawn
     }
 
-    /// Applies an effect. Returns false for a create of an object that exists.
+    /// Applies an effect. Returns false for a create if the object exists.
     pub fn apply(&mut self, effect: &Effect) -> bool {
         match effect {
             Effect::Create(key, _, _) if self.objects.contains_key(key) => return false,
@@ -129,7 +129,7 @@ impl World {
             Effect::Delete(key) => {
                 if self.objects.remove(key).is_some() {
                     self.changes.push((*key, false));
-                    self.say(|| format!("  removed {key}"));
+                    self.record_event(|| format!("  removed {key}"));
                 }
             }
         }
@@ -142,17 +142,17 @@ impl World {
         }
     }
 
-    /// Notes the first object at a position of the line.
+    /// Records the first object at a position of the line.
     fn note_created(&mut self, key: ObjectKey, bytes: &[u8], process: ProcessId) {
         let header = decode_header(bytes).expect("the protocol creates valid objects");
-        self.say(|| format!("  P{process} created {key}: {}", header.kind.name()));
+        self.record_event(|| format!("  P{process} created {key}: {}", header.kind.name()));
         let ObjectKey::Line(position) = key else { return };
         let Entry::Vacant(first) = self.creators.entry(position) else { return };
         first.insert(process);
         if header.kind == Kind::Catalog
             && let Some(known) = self.takes_over.get(&process)
         {
-            // The catalog with which a takeover begins gives up names that the directory never had.
+            // The first catalog of a takeover removes names that the directory never had.
             let unknown = self.named.iter_mut().filter(|(name, _)| !known.contains(*name));
             unknown.for_each(|(_, named)| named.is_given_up = true);
         }
@@ -161,19 +161,19 @@ impl World {
         }
     }
 
-    /// Notes a writer that begins without a fence.
+    /// Records a writer that starts without a fence.
     pub fn note_term(&mut self, position: u64, process: ProcessId) {
         self.terms.insert(position, process);
     }
 
-    /// Returns true if `process` is the newest writer that began a term.
+    /// Returns true if `process` is the newest writer.
     #[must_use]
     pub fn is_newest_writer(&self, store: &SimStore) -> bool {
         let newest = self.terms.iter().next_back();
         newest.is_some_and(|(position, _)| store.is_fence_of(*position))
     }
 
-    /// Returns the keys in the bucket, as a listing that may lag reports them.
+    /// Returns the keys in the bucket as a listing reports them, which may be out of date.
     pub fn listing(&mut self) -> Vec<ObjectKey> {
         let lag = if self.is_calm { 0 } else { self.rng.choice(&[0, 0, 0, 1, 3, 10, 30]) };
         let mut keys: BTreeMap<ObjectKey, ()> = self.objects.keys().map(|key| (*key, ())).collect();
@@ -187,7 +187,7 @@ impl World {
         keys.into_keys().collect()
     }
 
-    /// Checks that `process` may acknowledge batches in the object that it created at `position`, and notes them.
+    /// Checks that `process` may acknowledge the batches of the object that it created at `position`, and records them.
     ///
     /// # Errors
     /// Returns the violated promise.
@@ -205,7 +205,7 @@ impl World {
         Ok(())
     }
 
-    /// Checks a state that was restored by a process that began at `began`.
+    /// Checks a restored state. `began` is the time at which the restore began.
     ///
     /// # Errors
     /// Returns the violated promise.
@@ -225,13 +225,13 @@ impl World {
         Ok(())
     }
 
-    /// Notes a named snapshot of a state.
+    /// Records a named snapshot of a state.
     pub fn take_named(&mut self, name: &str, tokens: &[Token]) {
         let named = Named { tokens: tokens.to_vec(), archived: None, is_given_up: false, removed: None };
         self.named.insert(name.to_owned(), named);
     }
 
-    /// Notes that a named snapshot is archived.
+    /// Records that a named snapshot is archived.
     pub fn archive_named(&mut self, name: &str) {
         let now = self.now;
         if let Some(named) = self.named.get_mut(name) {
@@ -239,7 +239,7 @@ impl World {
         }
     }
 
-    /// Notes that a name is given up, and perhaps that the archive contains this.
+    /// Records that a name was given up, and whether the archive was changed accordingly.
     pub fn give_up_name(&mut self, name: &str, is_archived: bool) {
         let now = self.now;
         if let Some(named) = self.named.get_mut(name) {
@@ -248,7 +248,7 @@ impl World {
         }
     }
 
-    /// Checks the named snapshots that were restored by a process that began at `began`.
+    /// Checks the named snapshots of a restore that began at time `began`.
     ///
     /// # Errors
     /// Returns the violated promise.
@@ -270,19 +270,19 @@ impl World {
         unknown.map_or(Ok(()), |name| Err(format!("nobody took the named snapshot {name}")))
     }
 
-    /// Allows restores to differ from earlier ones after a cut of the line.
+    /// Permits later restores to differ from earlier ones, because the line was cut.
     pub fn forget_restores(&mut self) {
         self.longest.clear();
         self.acknowledged.clear();
         self.named.clear();
     }
 
-    /// Cuts the power of a machine: its directory loses frames that were not synced.
+    /// Cuts the power of a machine. Its directory loses the frames that were not synced.
     pub fn cut_power(&mut self, machine: usize) {
         let Some(store) = &mut self.machines[machine] else { return };
         let least = store.durable.min(store.log.len());
         let kept = least + self.rng.below(store.log.len() - least + 1);
         store.log.truncate(kept);
-        self.say(|| format!("  by a power cut; {kept} batches are left"));
+        self.record_event(|| format!("  by a power cut; {kept} batches are left"));
     }
 }
