@@ -1,4 +1,4 @@
-//! A store, its archive in a folder, and restores of the archive.
+//! A test bed: a store, its archive in a local folder, and restores of the archive.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,12 +19,12 @@ use remanent_archive::rules::Rules;
 /// Number of short pages.
 const SHORT_PAGES: u64 = 3;
 const SHORT_LEN: u64 = 500;
-/// The length of a page that is written as an image before its batch.
+/// Length of a page that is written as an image before its batch is committed.
 const LONG_LEN: u64 = 70_000;
-/// Every so many steps, the long page is replaced.
+/// Number of steps after which the long page is replaced.
 const LONG_EVERY: u64 = 5;
 
-/// The writer's lock of the engine.
+/// The engine's writer lock.
 struct EngineLock(#[expect(dead_code, reason = "held until it is dropped")] Box<dyn DiskLock>);
 
 impl fmt::Debug for EngineLock {
@@ -35,14 +35,14 @@ impl fmt::Debug for EngineLock {
 
 impl WriterLock for EngineLock {}
 
-/// A directory with a store and a folder with its archive.
+/// A directory that contains a store and the folder of its archive.
 pub struct Bed {
     root: tempfile::TempDir,
 }
 
 impl Bed {
     pub fn new() -> Self {
-        // Each request to a folder syncs, so the folder is in memory where there is such a file system.
+        // Each request to a folder syncs, so the folder is on a memory file system if one is available.
         let memory = Path::new("/dev/shm");
         let root = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
         let bed = Self { root: root.unwrap() };
@@ -66,7 +66,7 @@ impl Bed {
         format!("file://{}", self.bucket().display())
     }
 
-    /// Returns options that archive at once only if a caller waits.
+    /// Returns options for this archive. Batches for which no caller waits are archived after 20 ms.
     pub fn archive(&self) -> ArchiveOptions {
         ArchiveOptions::new(self.url()).interval(Duration::from_millis(20))
     }
@@ -84,13 +84,13 @@ impl Bed {
         restore(&self.url(), &self.path(name))
     }
 
-    /// Restores a copy of the archive, so that no fence is left in the archive. Returns the step that the restored store
-    /// contains. Every page must have the bytes of that step.
+    /// Restores a copy of the archive, so that the archive itself gets no fence. Returns the step that the restored
+    /// store contains, after checking the bytes of every page.
     pub fn restored_step(&self, name: &str) -> u64 {
         self.restored(name).0
     }
 
-    /// Restores a copy of the archive. Returns the named snapshots that the restored store contains, with their steps.
+    /// Restores a copy of the archive. Returns the name and the step of each named snapshot in the restored store.
     pub fn restored_names(&self, name: &str) -> BTreeMap<String, u64> {
         self.restored(name).1
     }
@@ -134,7 +134,7 @@ pub fn restore(url: &str, path: &Path) -> remanent_archive::Result<RestoredEnd> 
     bucket.block_on(mirror::restore(archive, &target))
 }
 
-/// Returns the pages in the order of their creation, creating them if the store is new.
+/// Returns the pages in order of creation. Creates them if the store is new.
 pub fn pages(store: &Store) -> Vec<PageId> {
     let mut pages: Vec<PageId> = store.pages().unwrap().map(|info| info.page).collect();
     if pages.is_empty() {
@@ -154,7 +154,7 @@ fn bytes(page: u64, step: u64, len: u64) -> Vec<u8> {
     (0..len).map(|at| (at * 7 + step * 31 + page * 101 + (at >> 8)) as u8).collect()
 }
 
-/// Commits one step, and returns its ticket.
+/// Commits one step and returns its ticket.
 pub fn step(store: &Store, pages: &[PageId]) -> remanent::Result<remanent::Ticket> {
     let step = step_of(store) + 1;
     let mut batch = store.batch();
@@ -181,13 +181,13 @@ pub fn step_of(store: &Store) -> u64 {
     }
 }
 
-/// Asserts that every page has the bytes of the store's step, and returns the step.
+/// Asserts that every page has the bytes of the store's step. Returns the step.
 pub fn check(store: &Store) -> u64 {
     let infos: Vec<_> = store.pages().unwrap().collect();
     check_pages(step_of(store), &infos, |page| store.read_to_vec(page).unwrap())
 }
 
-/// Asserts the same of a view.
+/// Asserts that every page of a view has the bytes of the view's step. Returns the step.
 pub fn check_view(view: &View) -> u64 {
     let Some(remanent::Value::U64(now)) = view.root().get("step") else { panic!("{:?}", view.root()) };
     let infos: Vec<_> = view.pages().collect();
@@ -221,7 +221,7 @@ pub fn pause(time: Duration) {
     std::thread::sleep(time);
 }
 
-/// Copies a directory whose files may be created and removed meanwhile.
+/// Copies a directory whose files may be created and removed concurrently.
 pub fn copy_directory(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {

@@ -1,4 +1,4 @@
-//! Processes that archive and are killed.
+//! Kills processes that are archiving.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -9,10 +9,10 @@ use remanent::Ack;
 
 use crate::bed::{Bed, check, pages, pause, step, step_of};
 
-/// Names the directory with store and bucket for the child process.
+/// The environment variable with the directory of the store and the bucket, for the child process.
 const CHILD: &str = "REMANENT_ARCHIVE_CHILD";
 
-/// Commits and archives until it is killed. Prints each archived step.
+/// Commits and archives until the process is killed. Prints each archived step.
 #[test]
 fn child_archives_until_killed() {
     let Some(root) = std::env::var_os(CHILD) else { return };
@@ -45,8 +45,8 @@ fn start(bed: &Bed) -> Child {
         .unwrap()
 }
 
-/// Kills the process at random times. Each time, a restore contains every step that was reported as archived, and the
-/// directory continues the archive.
+/// Kills the process at random times. After each kill, a restore must contain every step that was reported as archived,
+/// and the directory must be able to continue the archive.
 #[test]
 fn archived_steps_survive_kills() {
     let rounds = std::env::var("REMANENT_ARCHIVE_KILLS").map_or(12, |rounds| rounds.parse().unwrap());
@@ -62,13 +62,13 @@ fn archived_steps_survive_kills() {
             while out.read_line(&mut line).is_ok_and(|len| len > 0) {
                 if let Some(step) = line.trim().strip_prefix("archived ") {
                     last = step.parse().unwrap();
-                    let _ = reports.send(()); // Nobody listens after the first one.
+                    let _ = reports.send(()); // Only the first report is awaited.
                 }
                 line.clear();
             }
             last
         });
-        // Half of the rounds are killed at any moment, also while the store is opened.
+        // Half of the processes are killed at a random time, possibly while the store is opened.
         if round % 2 == 0 {
             first_report.recv().unwrap();
         }

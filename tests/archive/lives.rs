@@ -1,4 +1,4 @@
-//! Lives of archived stores: every restore is a state of the store.
+//! Histories of archived stores: every restore returns a state of the store.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ fn archived_batches_survive_loss_of_machine() {
     assert!(archive.term > 0 && archive.runs >= 4, "{archive:?}");
 }
 
-/// The interval of the archive is an hour: only the close archives.
+/// The interval of the archive is one hour, so only the close archives.
 #[test]
 fn close_archives_every_batch() {
     let bed = Bed::new();
@@ -56,7 +56,7 @@ fn batches_are_archived_without_a_waiting_caller() {
     assert_eq!(bed.restored_step("restored"), 1);
 }
 
-/// A restored directory continues the archive, and the machine that was lost cannot.
+/// A restored directory continues the archive. The directory of the lost machine cannot.
 #[test]
 fn restored_store_continues_archive() {
     let bed = Bed::new();
@@ -75,9 +75,9 @@ fn restored_store_continues_archive() {
     assert_eq!(bed.restored_step("restored"), 48);
 }
 
-/// The hint states the end of the line once the store is closed, and a wrong one misleads nobody.
+/// A close writes the position of the end to the hint. A wrong hint does not change which end is found.
 #[test]
-fn hint_states_end_of_line_and_decides_nothing() {
+fn close_writes_hint_and_wrong_hint_is_harmless() {
     let bed = Bed::new();
     let store = bed.open();
     let created = pages(&store);
@@ -97,7 +97,7 @@ fn hint_states_end_of_line_and_decides_nothing() {
     }
 }
 
-/// Opens that commit nothing leave no trace in the log.
+/// Opens without commits leave no gap in the log.
 #[test]
 fn opens_without_commits_leave_no_gap() {
     let bed = Bed::new();
@@ -116,7 +116,7 @@ fn opens_without_commits_leave_no_gap() {
     assert_eq!(bed.restored_step("restored"), 8);
 }
 
-/// The archive follows the open store, not another one at the old path.
+/// The archive follows a moved store, and ignores another store at the old path.
 #[test]
 fn moved_store_is_archived() {
     let bed = Bed::new();
@@ -132,7 +132,8 @@ fn moved_store_is_archived() {
     assert!(!bed.store().join("ARCHIVE").exists() && moved.join("ARCHIVE").exists());
 }
 
-/// Snapshots are archived so often that a restore reads a bounded number of runs, and the objects before are deleted.
+/// Snapshots are archived often enough to bound the number of runs that a restore reads, and the objects before them
+/// are deleted.
 #[test]
 fn snapshot_is_archived_after_many_runs() {
     let bed = Bed::new();
@@ -146,11 +147,11 @@ fn snapshot_is_archived_after_many_runs() {
         archive_steps(&store, &pages, 1);
         assert!(step_of(&store) < 4000, "{:?}", store.stats().archive);
     }
-    // Appended once the objects below the first boundary are deleted.
+    // This step is archived only after the objects below the first boundary were deleted.
     archive_steps(&store, &pages, 1);
     assert_eq!(store.stats().archive.unwrap().snapshots, 2);
     assert!(count("line") < 2500, "{} objects", count("line"));
     assert_eq!(bed.restored_step("restored"), step_of(&store));
-    // The objects of the named snapshot are below those that were deleted.
+    // The catalog of the named snapshot is below the objects that were deleted.
     assert_eq!(bed.restored_names("restored"), [("first".to_owned(), 5)].into());
 }

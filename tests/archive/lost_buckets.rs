@@ -1,4 +1,4 @@
-//! Buckets that cannot be reached for a time.
+//! Buckets that are temporarily unreachable.
 
 use std::fs;
 use std::time::Duration;
@@ -38,7 +38,7 @@ fn archive_catches_up_when_bucket_returns() {
     let stats = store.stats().archive.unwrap();
     let failure = stats.last_failure.expect("the last attempt failed");
     assert!(matches!(&failure, Error::Archive(error) if error.kind == ArchiveErrorKind::Bucket), "{failure}");
-    // Commits and snapshots go on, and the log that is not archived stays.
+    // Commits and snapshots continue, and the log that is not archived is retained.
     for _ in 0..3 {
         (0..60).for_each(|_| step(&store, &pages).unwrap().wait(Ack::Durable).unwrap());
         store.snapshot().unwrap();
@@ -51,7 +51,8 @@ fn archive_catches_up_when_bucket_returns() {
     assert_eq!(bed.restored_step("restored"), step_of(&store));
 }
 
-/// The object of the last batch exists, but the search for a newer boundary fails. No later batch helps to complete it.
+/// The object of the last batch is created, but the search for a newer boundary fails. The archive completes it without
+/// a further batch.
 #[test]
 fn run_of_unknown_outcome_is_completed_without_further_batches() {
     let bed = Bed::new();
@@ -70,9 +71,9 @@ fn run_of_unknown_outcome_is_completed_without_further_batches() {
     assert_eq!(bed.restored_step("restored"), 4);
 }
 
-/// A caller that waits for the archive learns of the close.
+/// A caller that waits for the archive is notified when the store closes.
 #[test]
-fn close_wakes_callers_that_wait() {
+fn close_wakes_waiting_callers() {
     let bed = Bed::new();
     let store = bed.open();
     let pages = pages(&store);
@@ -92,7 +93,7 @@ fn close_wakes_callers_that_wait() {
     assert_eq!(bed.restored_step("restored"), 5);
 }
 
-/// The bucket accepts no fence for longer than the directory can record attempts.
+/// The bucket rejects fences for so long that the directory cannot record every attempt.
 #[test]
 fn refused_fences_do_not_fill_the_directory() {
     let bed = Bed::new();
@@ -119,7 +120,7 @@ fn refused_fences_do_not_fill_the_directory() {
     assert_eq!(bed.restored_step("restored"), 4);
 }
 
-/// The log that the archive needs is released beyond its bound. The archive continues with a snapshot.
+/// When the log that is not archived exceeds its limit, it is released. The archive continues with a snapshot.
 #[test]
 fn archive_continues_with_snapshot_after_bound() {
     let bed = Bed::new();

@@ -1,4 +1,4 @@
-//! Stores of the engine that are archived while they are open.
+//! Tests of stores that are archived while they are open.
 
 mod bed;
 mod kills;

@@ -18,7 +18,7 @@ fn archive_name(store: &Store, text: &str) {
     assert!(store.wait_archived(name(store, text), None).unwrap());
 }
 
-/// Gives up a name. The archive may hold the snapshot for a while, as a reader does.
+/// Gives up a name. Retries while the archive holds the snapshot.
 fn give_up(store: &Store, text: &str) {
     let is_kept = || store.snapshots().iter().any(|info| info.name.as_deref() == Some(text));
     while is_kept() {
@@ -39,7 +39,7 @@ fn named_snapshots_survive_loss_of_machine() {
     archive_steps(&store, &pages, 7);
     archive_name(&store, "seven");
     archive_steps(&store, &pages, 5);
-    // Returns before the snapshot is verified.
+    // This call returns before the snapshot is verified.
     let taken = store.snapshot_with(SnapshotOptions::new().name("twelve").only_published()).unwrap();
     assert!(store.wait_archived(taken.id, None).unwrap());
     archive_steps(&store, &pages, 2);
@@ -62,7 +62,7 @@ fn close_archives_named_snapshots() {
     }
 }
 
-/// A name is removed from the archive by the store that gives it up, at once or at its next open.
+/// When a name is given up, the store removes it from the archive, either immediately or at its next open.
 #[test]
 fn given_up_names_are_removed_from_archive() {
     let bed = Bed::new();
@@ -110,9 +110,9 @@ fn restored_store_continues_names() {
     assert_eq!(restored, steps([("start", 3), ("life 1", 6), ("life 2", 9), ("life 3", 12)]));
 }
 
-/// A named snapshot can be restored by name on another machine, and the restore is archived.
+/// A restored store can restore a named snapshot by name, and this is archived as well.
 #[test]
-fn restored_store_goes_back_to_named_snapshot() {
+fn restored_store_can_restore_named_snapshot() {
     let bed = Bed::new();
     let store = bed.open();
     let created = pages(&store);
@@ -148,9 +148,9 @@ fn waits_for_other_snapshots_are_refused() {
     assert_eq!(kind(plain.wait_archived(named, None).unwrap_err()), ArchiveErrorKind::NoArchive);
 }
 
-/// While the bucket is away, a wait ends by its timeout, or because the snapshot is removed.
+/// While the bucket is unreachable, a wait for a named snapshot ends by its timeout or when the snapshot is removed.
 #[test]
-fn waits_end_while_bucket_is_away() {
+fn waits_end_while_bucket_is_unreachable() {
     let bed = Bed::new();
     let store = bed.open();
     let pages = pages(&store);

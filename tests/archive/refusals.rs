@@ -1,4 +1,4 @@
-//! Directories that must not continue an archive, and calls without one.
+//! Directories that must not continue an archive, and calls that need an archive.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,7 +19,7 @@ fn kind(error: &Error) -> ArchiveErrorKind {
     }
 }
 
-/// Returns all files below a directory with their bytes, but for the holder of the lock.
+/// Returns the path and the bytes of every file below a directory, except the file with the holder of the lock.
 fn files(directory: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(directory).unwrap() {
@@ -95,7 +95,7 @@ fn other_stores_are_refused() {
     pages(&store);
     store.close().unwrap();
     assert_refused(&bed, &other, ArchiveErrorKind::OtherStore);
-    // A new store is not created in a directory whose archive belongs to another one.
+    // No store is created in the directory, because its archive belongs to another store.
     let new = bed.path("new");
     let error = bed.options().open(&new).unwrap_err();
     assert_eq!(kind(&error), ArchiveErrorKind::OtherStore, "{error}");
@@ -109,12 +109,13 @@ fn lost_archive_is_refused() {
     archive_steps(&store, &pages(&store), 2);
     store.close().unwrap();
     for folder in ["line", "data", "bound"] {
-        let _ = fs::remove_dir_all(bed.bucket().join(folder)); // The folder of boundaries may be missing.
+        let _ = fs::remove_dir_all(bed.bucket().join(folder)); // The folder `bound` may be missing.
     }
     assert_refused(&bed, &bed.store(), ArchiveErrorKind::Lost);
 }
 
-/// A copy of the directory knows the newest fence and all batches, but lacks a named snapshot of the archive.
+/// A copy of the directory has recorded the newest fence and contains all batches, but lacks a named snapshot of the
+/// archive.
 #[test]
 fn copy_without_named_snapshot_is_refused() {
     let bed = Bed::new();
@@ -127,7 +128,7 @@ fn copy_without_named_snapshot_is_refused() {
     drop(store);
     assert_refused(&bed, &bed.path("copy"), ArchiveErrorKind::Diverged);
     assert_eq!(bed.restored_names("restored").len(), 1);
-    // A takeover gives the name up.
+    // A takeover removes the named snapshot.
     let archive = bed.archive().takeover(true);
     let copy = plain_options(Create::Never).archive(archive).open(bed.path("copy")).unwrap();
     assert_eq!(bed.restored_names("restored").len(), 0);
@@ -136,7 +137,8 @@ fn copy_without_named_snapshot_is_refused() {
     assert_eq!(bed.restored_names("restored"), [("b".to_owned(), 3)].into());
 }
 
-/// A directory that an archive follows, and one that was restored from such an archive, may not be opened without it.
+/// A directory with a continuous archive cannot be opened without it. The same holds for a directory that was restored
+/// from such an archive.
 #[test]
 fn open_without_archive_of_directory_is_refused() {
     let bed = Bed::new();
@@ -150,7 +152,7 @@ fn open_without_archive_of_directory_is_refused() {
         assert_eq!(kind(&error), ArchiveErrorKind::NotGiven, "{error}");
         assert!(error.to_string().contains(&bed.url()), "{error}");
         assert!(before == files(&path), "the refused open has changed something");
-        // Reads need no archive, and a fork is a store of its own.
+        // Reads need no archive. A fork is a new store without one.
         let view = Store::open_read_only(&path).unwrap();
         let fork = bed.path(&format!("{}-fork", path.file_name().unwrap().display()));
         view.fork(&fork).unwrap();

@@ -1,4 +1,4 @@
-//! Buckets that do not behave: probes, damage, lost archives, wrong hints.
+//! Buckets with faults: probes, damage, lost archives and wrong hints.
 
 use remanent_archive::Error;
 use remanent_archive::error::Damage;
@@ -12,7 +12,7 @@ use remanent_format::StoreId;
 
 use crate::stage::{Stage, archive_snapshot, block_on, commit};
 
-/// Opens a store on machine 0 and archives three batches, a snapshot and one batch.
+/// Opens a store on machine 0, and archives three batches, a snapshot and another batch.
 fn archived<'a>(writer: &'a Process) -> SimLine<'a> {
     let local = writer.local();
     let mut line = block_on(writer.open()).expect("a new store opens");
@@ -28,7 +28,7 @@ fn delete(stage: &Stage, key: ObjectKey) {
     stage.world.borrow_mut().apply(&Effect::Delete(key));
 }
 
-/// Reads the end of the line without checks of promises.
+/// Reads the end of the line without checking the promises.
 fn read(stage: &mut Stage) -> Result<Vec<u64>, Error> {
     let reader = stage.process(2);
     let mut line = Line::new(reader.archive());
@@ -41,7 +41,7 @@ fn read(stage: &mut Stage) -> Result<Vec<u64>, Error> {
 }
 
 #[test]
-fn probe_accepts_a_sound_bucket_and_leaves_nothing() {
+fn probe_of_sound_bucket_leaves_no_object() {
     let mut stage = Stage::new(Rules::default());
     let process = stage.process(0);
     block_on(probe(process.archive(), StoreId([1; 16]))).expect("the bucket is sound");
@@ -56,14 +56,13 @@ fn probe_detects_a_bucket_that_ignores_conditions() {
     let refused = block_on(probe(process.archive(), StoreId([1; 16])));
     assert!(matches!(refused, Err(Error::NotSupported { .. })), "{refused:?}");
     let text = refused.map_err(|error| error.to_string());
-    assert_eq!(
-        text,
-        Err("the bucket does not support archives: a second create of one key succeeds; use another bucket or server".into())
-    );
+    let expected = "the bucket does not support archives: a second create of one key succeeds; \
+                    use another bucket or server";
+    assert_eq!(text, Err(expected.to_owned()));
 }
 
 #[test]
-fn missing_object_is_damage_by_name() {
+fn missing_object_is_reported_with_its_key() {
     let mut stage = Stage::new(Rules::default());
     let writer = stage.process(0);
     archived(&writer);
@@ -94,8 +93,8 @@ fn damaged_byte_is_reported_with_its_offset() {
 }
 
 #[test]
-fn object_of_a_racing_server_is_damage() {
-    // A server whose creates race stores a second object over the first. The next object names the first one.
+fn object_replaced_by_racing_server_is_damage() {
+    // The server let two creates of one position succeed. The next object contains the nonce of the first one.
     let mut stage = Stage::new(Rules::default());
     let writer = stage.process(0);
     let mut line = archived(&writer);
@@ -117,7 +116,7 @@ fn object_of_a_racing_server_is_damage() {
 }
 
 #[test]
-fn emptied_archive_is_not_begun_anew() {
+fn emptied_archive_is_refused() {
     let mut stage = Stage::new(Rules::default());
     let writer = stage.process(0);
     archived(&writer);
@@ -144,7 +143,7 @@ fn archive_of_another_store_is_refused() {
 }
 
 #[test]
-fn wrong_hint_changes_nothing() {
+fn wrong_hint_does_not_change_the_result() {
     let mut stage = Stage::new(Rules::default());
     let writer = stage.process(0);
     let mut line = archived(&writer);
@@ -164,7 +163,7 @@ fn wrong_hint_changes_nothing() {
 }
 
 #[test]
-fn long_line_is_found_by_doubling() {
+fn end_of_long_line_is_found() {
     let mut stage = Stage::new(Rules::default());
     let writer = stage.process(0);
     let local = writer.local();

@@ -1,5 +1,5 @@
-//! Random schedules with all faults. `REMANENT_TEST_SIZE=full` plays a million, and `REMANENT_SEED=N` the schedule of one
-//! seed, with a trace.
+//! Random schedules with all faults. `REMANENT_TEST_SIZE=full` runs a million of them. `REMANENT_SEED=N` runs the
+//! schedule of one seed and prints a trace.
 
 use std::env;
 use std::thread;
@@ -7,9 +7,9 @@ use std::thread;
 use remanent_archive::rules::Rules;
 use remanent_archive::testing::run;
 
-/// Number of schedules that the gate plays.
+/// Number of schedules that each run of the tests contains.
 const SAMPLE: u64 = 8_000;
-/// Number of schedules of the long form.
+/// Number of schedules with `REMANENT_TEST_SIZE=full`.
 const FULL: u64 = 1_000_000;
 
 fn count() -> u64 {
@@ -20,7 +20,7 @@ fn count() -> u64 {
     }
 }
 
-/// Plays the schedules of some seeds. Returns the number of acknowledged batches.
+/// Runs the schedules of the given seeds. Returns the number of acknowledged batches.
 fn play(seeds: impl Iterator<Item = u64>) -> usize {
     let mut acknowledged = 0;
     for seed in seeds {
@@ -32,7 +32,7 @@ fn play(seeds: impl Iterator<Item = u64>) -> usize {
 }
 
 #[test]
-fn random_schedules_break_no_promise() {
+fn random_schedules_keep_all_promises() {
     if let Ok(seed) = env::var("REMANENT_SEED") {
         let outcome = run(seed.parse().expect("REMANENT_SEED is a number"), Rules::default(), true);
         outcome.trace.iter().for_each(|event| println!("{event}"));
@@ -44,6 +44,6 @@ fn random_schedules_break_no_promise() {
         .map(|part| thread::spawn(move || play((part..count).step_by(threads as usize))))
         .collect();
     let acknowledged: usize = parts.into_iter().map(|part| part.join().expect("a violated promise")).sum();
-    // Schedules in which nothing is archived prove nothing.
+    // A schedule that archives nothing proves nothing.
     assert!(acknowledged as u64 > 10 * count, "{acknowledged} batches in {count} schedules");
 }

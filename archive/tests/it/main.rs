@@ -1,6 +1,6 @@
-//! Tests of the archive's protocol in a simulation.
+//! Tests of the archive protocol in a simulation.
 //!
-//! `tests/README.md` of the repository lists the injected faults.
+//! `tests/README.md` in the repository lists the injected faults.
 
 mod campaign;
 mod rules;

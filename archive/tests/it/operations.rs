@@ -1,4 +1,4 @@
-//! Operations that random schedules do not contain: cuts, gaps, long runs, failures in the middle of an append.
+//! Operations that random schedules do not contain: cuts, gaps, long runs and failures during an append.
 
 use remanent_archive::Error;
 use remanent_archive::line::{Line, Pruned, SnapshotParts, Verified};
@@ -11,7 +11,7 @@ use remanent_format::Lsn;
 use crate::stage::{Stage, archive_snapshot, block_on, commit, snapshot};
 
 #[test]
-fn cut_continues_the_line_at_an_earlier_point() {
+fn cut_continues_line_at_earlier_batch() {
     let mut stage = Stage::new(Rules::default());
     let writer = stage.process(0);
     let local = writer.local();
@@ -24,7 +24,7 @@ fn cut_continues_the_line_at_an_earlier_point() {
     }
     let tokens = local.with(|store| store.tokens(0, 6));
 
-    // Another machine goes back to batch 3.
+    // Another machine continues the line after batch 3.
     let cutter = stage.process(1);
     let mut line = Line::new(cutter.archive());
     let mut state = Restored::default();
@@ -53,7 +53,7 @@ fn cut_continues_the_line_at_an_earlier_point() {
     let after = stage.read().expect("the end can be restored");
     assert_eq!((after.len(), &after[..3]), (5, &tokens[..3]));
 
-    // An earlier point of the new line, and a point that both lives have.
+    // Reads an earlier batch of the new line, and a batch that both lines contain.
     let reader = stage.process(2);
     for (lsn, expected) in [(4, &after[..4]), (2, &tokens[..2])] {
         let mut line = Line::new(reader.archive());
@@ -88,7 +88,7 @@ fn cut_below_all_manifests_is_refused() {
     assert!(matches!(refused, Err(Error::CutTooOld { lsn: 1 })), "{refused:?}");
 }
 
-/// A directory that lost unarchived log: its next manifest follows a gap and lists its frames.
+/// A directory has lost log that was not archived. Its next manifest follows a gap and lists its frames.
 #[test]
 fn manifest_after_a_gap_archives_its_state() {
     let mut stage = Stage::new(Rules::default());
@@ -138,7 +138,7 @@ fn long_run_lists_data_objects() {
 }
 
 #[test]
-fn calls_of_a_writer_without_fence_are_refused() {
+fn writer_calls_without_fence_are_refused() {
     let mut stage = Stage::new(Rules::default());
     let writer = stage.process(0);
     let local = writer.local();
@@ -157,9 +157,9 @@ fn calls_of_a_writer_without_fence_are_refused() {
     assert!(matches!(manifest, Err(Error::NoFence)), "{manifest:?}");
 }
 
-/// Rule 18: a boundary lies only over a manifest that was verified, and over the newest one.
+/// A boundary is appended only over the newest manifest, and only if that manifest was verified (rule 18).
 #[test]
-fn prune_needs_the_newest_manifest_verified() {
+fn prune_requires_verified_newest_manifest() {
     let mut stage = Stage::new(Rules::default());
     let writer = stage.process(0);
     let local = writer.local();

@@ -1,5 +1,5 @@
-//! Each rule of the protocol is left out in turn, and a test must notice: a campaign of random schedules, or a schedule of
-//! its own if the failure is rare.
+//! Leaves out each rule of the protocol in turn and checks that a test detects it. The test is a campaign of random
+//! schedules, or a separate schedule if the failure is rare.
 
 use std::collections::BTreeSet;
 
@@ -9,13 +9,13 @@ use remanent_archive::testing::run;
 
 use crate::schedules;
 
-/// How the omission of a rule is detected.
+/// The test that detects the omission of a rule.
 enum Detection {
-    /// By one of this number of random schedules.
+    /// One of this number of random schedules.
     Campaign(u64),
-    /// By one of this number of random schedules, if the deletes do not lag behind either. The lag hides the failure.
+    /// One of this number of random schedules in which deletes do not lag either, because the lag hides the failure.
     WithoutLag(u64),
-    /// By a schedule of its own.
+    /// This schedule.
     Schedule(fn(Rules) -> Result<(), Stop>),
 }
 
@@ -46,7 +46,7 @@ const TABLE: &[(Rule, Detection)] = &[
     (Rule::RCheck, Detection::Campaign(2000)),
 ];
 
-/// Returns true if a test notices that the rules are not followed.
+/// Returns true if the test detects that rules are not followed.
 fn is_detected(detection: &Detection, rules: Rules) -> bool {
     let any = |count: u64, rules| (0..count).any(|seed| run(seed, rules, false).violation.is_some());
     match detection {
@@ -82,9 +82,9 @@ fn schedules_of_the_table_pass_with_all_rules() {
     }
 }
 
-/// The model of the design has no lag. The other rules hold the promises without it.
+/// The lag is not needed for the promises: the other rules suffice.
 #[test]
-fn deletes_without_lag_break_no_promise() {
+fn deletes_without_lag_keep_all_promises() {
     for seed in 0..1000 {
         let outcome = run(seed, Rules::default().without(Rule::Lag), false);
         assert_eq!(outcome.violation, None, "seed {seed}");

@@ -1,5 +1,5 @@
-//! Failures that random schedules contain too rarely, each as a schedule of its own. A schedule of the table in `rules.rs`
-//! returns an error if a promise is violated. The others are tests.
+//! Schedules of failures that random schedules rarely contain. Each schedule in the table of `rules.rs` returns an
+//! error if a promise is violated. The others are tests.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -13,11 +13,11 @@ use remanent_archive::testing::world::Effect;
 
 use crate::stage::{Stage, archive_snapshot, block_on, commit, snapshot, stall_when};
 
-/// A future of a process that a schedule stalls.
+/// The future of a process that a schedule can stall.
 type Stalled<'a, T> = Pin<Box<dyn Future<Output = Result<T, Stop>> + 'a>>;
 
-/// [pred] An older copy of a directory contains the last archived batches, synced but under no durable mark. Its opening
-/// drops them, and copies them under a new incarnation.
+/// [pred] An older copy of a directory contains the last archived batches, synced but not under a durable mark. Its
+/// opening drops them and copies them to a new incarnation.
 pub fn unproven_copy_returns(rules: Rules) -> Result<(), Stop> {
     let mut stage = Stage::new(rules);
     let writer = stage.process(0);
@@ -41,7 +41,7 @@ pub fn unproven_copy_returns(rules: Rules) -> Result<(), Stop> {
     stage.read().map(|_| ())
 }
 
-/// Returns a writer on machine 0 that archived a snapshot, a copy of its directory, and then another base.
+/// Archives a snapshot, copies the directory, and archives another base. Returns the line and the copy.
 fn two_bases<'a>(writer: &'a Process) -> Result<(SimLine<'a>, SimStore), Stop> {
     let local = writer.local();
     let mut line = block_on(writer.open())?;
@@ -52,7 +52,8 @@ fn two_bases<'a>(writer: &'a Process) -> Result<(SimLine<'a>, SimStore), Stop> {
     Ok((line, copy))
 }
 
-/// [dedup] A copy of a directory remembers that a part was archived. Meanwhile a boundary passed, and the part was deleted.
+/// [dedup] A copy of a directory remembers that a part was archived, but a boundary has passed since and the part was
+/// deleted.
 pub fn copy_remembers_deleted_parts(rules: Rules) -> Result<(), Stop> {
     let mut stage = Stage::new(rules);
     let writer = stage.process(0);
@@ -75,8 +76,8 @@ pub fn copy_remembers_deleted_parts(rules: Rules) -> Result<(), Stop> {
     stage.read().map(|_| ())
 }
 
-/// [recheck] While a writer creates a manifest, a boundary takes its position and passes the only object that lists one of
-/// its parts. The lag of deletes would hide the failure.
+/// [recheck] While a writer creates a manifest, a boundary takes its position and releases the only object that lists
+/// one of its parts. Deletes do not lag in this schedule, because the lag would hide the failure.
 pub fn boundary_passes_shared_parts(rules: Rules) -> Result<(), Stop> {
     let rules = rules.without(Rule::Lag);
     let mut stage = Stage::new(rules);
@@ -98,7 +99,8 @@ pub fn boundary_passes_shared_parts(rules: Rules) -> Result<(), Stop> {
     stage.read().map(|_| ())
 }
 
-/// [ukeys] A copy of a directory uploads a part again that was deleted. A delete of the earlier object arrives late.
+/// [ukeys] A copy of a directory uploads a deleted part again. Then a delayed delete of the earlier object takes
+/// effect.
 pub fn late_delete_of_a_key(rules: Rules) -> Result<(), Stop> {
     let mut stage = Stage::new(rules);
     let writer = stage.process(0);
@@ -120,8 +122,8 @@ pub fn late_delete_of_a_key(rules: Rules) -> Result<(), Stop> {
     stage.read().map(|_| ())
 }
 
-/// [exact] A pruner stalls after it created its boundary. The writer appends a manifest that shares parts, and a newer
-/// boundary. The pruner sweeps before the writer does.
+/// [exact] A pruner stalls after it has created its boundary. The writer appends a manifest that shares parts, and a
+/// newer boundary. The pruner sweeps before the writer does.
 pub fn stalled_pruner_meets_a_boundary(rules: Rules) -> Result<(), Stop> {
     let mut stage = Stage::new(rules);
     let writer = stage.process(0);
@@ -132,7 +134,7 @@ pub fn stalled_pruner_meets_a_boundary(rules: Rules) -> Result<(), Stop> {
     block_on(writer.prune_as_writer(&mut line))?;
     commit(&local, 1);
     archive_snapshot(&writer, &mut line, false)?;
-    // A snapshot whose `redo` lies in a run below the pruner's boundary.
+    // The `redo` of this snapshot is in a run below the pruner's boundary.
     commit(&local, 1);
     let redo = local.with(|store| store.snapshot_redo());
     commit(&local, 1);
@@ -142,7 +144,7 @@ pub fn stalled_pruner_meets_a_boundary(rules: Rules) -> Result<(), Stop> {
     let pruner = stage.process(2);
     let mut prune: Stalled<'_, ()> = Box::pin(pruner.prune());
     let position = ObjectKey::Line(line.next());
-    // The object exists, and the pruner has not looked for newer boundaries yet.
+    // The boundary exists, and the pruner has not yet looked for newer boundaries.
     stall_when(&mut prune, || stage.has(position));
     block_on(writer.append_manifest(&mut line, &local, &late))?;
     let mut newer: Stalled<'_, ()> = Box::pin(writer.prune_as_writer(&mut line));
@@ -152,7 +154,7 @@ pub fn stalled_pruner_meets_a_boundary(rules: Rules) -> Result<(), Stop> {
     stage.read().map(|_| ())
 }
 
-/// [lag] A reader stalls after it found the end, and one boundary passes the manifest that it reads.
+/// [lag] A reader stalls after it has found the end. Then one boundary passes the manifest that it reads.
 pub fn reader_meets_one_boundary(rules: Rules) -> Result<(), Stop> {
     let mut stage = Stage::new(rules);
     let writer = stage.process(0);
@@ -172,8 +174,9 @@ pub fn reader_meets_one_boundary(rules: Rules) -> Result<(), Stop> {
     read.map(|_| ()).map_err(Stop::from)
 }
 
-/// Two openers stall before their fences. Boundaries pass the position, and it is deleted. One opener creates its fence in
-/// the hole and stops. The other one finds that fence, and behind it an object that does not follow it.
+/// Two processes stall before they create their fences. Boundaries pass the position, and it is deleted. One of the
+/// processes creates its fence in the hole and stops. The other one finds that fence, and then an object that does not
+/// follow it.
 #[test]
 fn fence_in_a_hole_is_not_damage() {
     let mut stage = Stage::new(Rules::default());
@@ -204,7 +207,7 @@ fn fence_in_a_hole_is_not_damage() {
     assert_eq!(stage.read().map(|state| state.len()), Ok(3));
 }
 
-/// A directory whose newest fence was made by another one is refused, unless the operator permits a takeover.
+/// A directory is rejected if another one created the newest fence, unless the operator permits a takeover.
 #[test]
 fn unknown_fence_is_refused_without_takeover() {
     let mut stage = Stage::new(Rules::default());

@@ -1,4 +1,4 @@
-//! A stage for schedules that a test writes step by step: a bucket without faults, and processes that the test stalls.
+//! Runs schedules that a test writes step by step: a bucket without faults, and processes that the test stalls.
 
 use std::future::Future;
 use std::pin::{Pin, pin};
@@ -27,25 +27,25 @@ impl Stage {
         Self { simulation, world }
     }
 
-    /// Returns a process of a machine, to which the operator permits a takeover.
+    /// Returns a process on `machine` with permission to take over.
     pub fn process(&mut self, machine: usize) -> Process {
         let mut process = self.simulation.process(machine);
         process.takeover = Takeover::Permitted;
         process
     }
 
-    /// Restores the end of the line and checks it against the promises.
+    /// Restores the end of the line, and checks it against the promises.
     pub fn read(&mut self) -> Result<Vec<u64>, Stop> {
         self.tick();
         block_on(self.process(0).read())
     }
 
-    /// Lets time pass, so that a reader that begins now begins after what was acknowledged.
+    /// Advances the time, so that a reader that starts now must find everything that was acknowledged before.
     pub fn tick(&self) {
         self.world.borrow_mut().now += 1;
     }
 
-    /// Returns true if a process has sent a create of a line object that has not taken effect.
+    /// Returns true if `process` has sent a create of a line object that has not taken effect yet.
     pub fn is_creating_in_line(&self, process: &Process) -> bool {
         let world = self.world.borrow();
         let request = world.in_flight.get(&process.bucket.process);
@@ -57,7 +57,7 @@ impl Stage {
         self.world.borrow().objects.contains_key(&key)
     }
 
-    /// Puts a copy of a directory on another machine.
+    /// Copies a directory to another machine.
     pub fn put_copy(&self, copy: &SimStore, machine: usize) {
         let mut copy = copy.clone();
         copy.is_old_copy = true;
@@ -65,7 +65,7 @@ impl Stage {
     }
 }
 
-/// Runs a future to its end.
+/// Runs a future to completion.
 pub fn block_on<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
     loop {
@@ -75,7 +75,7 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Runs a future until a condition holds, and stalls it there.
+/// Polls a future until `condition` returns true, and leaves it there.
 pub fn stall_when<T>(future: &mut Pin<Box<dyn Future<Output = T> + '_>>, condition: impl Fn() -> bool) {
     while !condition() {
         let polled = future.as_mut().poll(&mut Context::from_waker(Waker::noop()));
@@ -83,7 +83,7 @@ pub fn stall_when<T>(future: &mut Pin<Box<dyn Future<Output = T> + '_>>, conditi
     }
 }
 
-/// Commits and seals batches.
+/// Commits `count` batches and seals them.
 pub fn commit(local: &SimStoreHandle, count: u64) {
     for _ in 0..count {
         let token = local.world.borrow_mut().draw();
@@ -92,7 +92,7 @@ pub fn commit(local: &SimStoreHandle, count: u64) {
     local.with(SimStore::seal);
 }
 
-/// Takes a snapshot of the present state.
+/// Takes a snapshot of the current state.
 pub fn snapshot(local: &SimStoreHandle, is_base: bool) -> SnapshotParts {
     local.with(|store| {
         let redo = store.snapshot_redo();

@@ -1,4 +1,4 @@
-//! Stores of the engine, a simulated bucket, and the states that restores must have.
+//! A test bed: stores of the engine, a simulated bucket, and the states that restores must return.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,7 +25,7 @@ use remanent_archive::testing::bucket::SimBucket;
 use remanent_archive::testing::rng::Rng;
 use remanent_archive::testing::world::{SharedWorld, World};
 
-/// The writer's lock of the engine.
+/// The engine's writer lock.
 struct EngineLock(#[expect(dead_code, reason = "held until it is dropped")] Box<dyn DiskLock>);
 
 impl fmt::Debug for EngineLock {
@@ -52,7 +52,7 @@ impl Bed {
         Self { world: Rc::new(RefCell::new(world)) }
     }
 
-    /// Returns a copy of the bucket. Numbers that it draws were not drawn before.
+    /// Returns a copy of the bucket that draws other random numbers than the original.
     pub fn copy(&self) -> Self {
         let copy = Self::new(1);
         let mut world = self.world.borrow_mut();
@@ -71,7 +71,7 @@ impl Bed {
         self.world.borrow().objects.contains_key(&key)
     }
 
-    /// Returns the catalogs that list the files of kept snapshots, oldest first.
+    /// Returns the positions and contents of the catalogs that list the files of kept snapshots, oldest first.
     fn catalogs(&self) -> Vec<(u64, LineObject)> {
         let bucket = self.bucket();
         let archive = Archive { bucket: &bucket, nonces: &bucket, rules: Rules::default() };
@@ -83,14 +83,14 @@ impl Bed {
         named.into_iter().filter_map(|kept| Some((kept.position, object(kept.position)?))).collect()
     }
 
-    /// Returns the positions of the kept snapshots, oldest first.
+    /// Returns the positions of these catalogs, oldest first.
     pub fn catalog_positions(&self) -> Vec<u64> {
         let bucket = self.bucket();
         let archive = Archive { bucket: &bucket, nonces: &bucket, rules: Rules::default() };
         block_on(status(archive)).unwrap().named.into_iter().map(|kept| kept.position).collect()
     }
 
-    /// Returns the data objects of the oldest kept snapshot.
+    /// Returns the keys of the data objects of the oldest kept snapshot.
     pub fn data_of_catalog(&self) -> Vec<DataKey> {
         self.catalogs()[0].1.data.iter().map(|entry| entry.key).collect()
     }
@@ -119,16 +119,17 @@ impl Bed {
         block_on(mirror::restore(archive, &target))
     }
 
-    /// Restores a copy of the bucket and returns the state that the engine opens.
+    /// Restores a copy of the bucket, and returns the state after the engine has opened the restored store.
     pub fn restored_state(&self) -> State {
         self.restored().0
     }
 
-    /// Restores a copy of the bucket. Returns the state that the engine opens, and the named states.
+    /// Restores a copy of the bucket. Returns the state after the engine has opened the restored store, and the states
+    /// of the named snapshots.
     pub fn restored(&self) -> (State, BTreeMap<String, State>) {
         let directory = tempfile::tempdir().unwrap();
         self.copy().restore(directory.path()).unwrap();
-        // Read before an open can change the directory, and again after it.
+        // Named snapshots are read before the open, which could change the directory, and again after it.
         let before = named_states(directory.path());
         let state = open_state(directory.path());
         assert!(named_states(directory.path()) == before, "an open changes the named snapshots");
@@ -145,7 +146,7 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Polls a future at most `count` times. Returns `None` if it is then killed.
+/// Polls a future at most `count` times. Returns `None` if it is not complete by then; the caller drops it.
 pub fn poll_times<F: Future>(future: F, count: u32) -> Option<F::Output> {
     let mut future = pin!(future);
     for _ in 0..count {
@@ -156,7 +157,7 @@ pub fn poll_times<F: Future>(future: F, count: u32) -> Option<F::Output> {
     None
 }
 
-/// The state of a store as its caller sees it.
+/// The state of a store, as read by a caller.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
     pub lsn: u64,
@@ -176,7 +177,7 @@ pub fn state_of(store: &Store) -> State {
     State { lsn: store.lsn().0, pages, root: store.root().unwrap() }
 }
 
-/// Returns the states of all named snapshots.
+/// Returns the state of each named snapshot.
 pub fn named_states(path: &Path) -> BTreeMap<String, State> {
     let copy = tempfile::tempdir().unwrap();
     copy_directory(path, copy.path());
@@ -209,7 +210,7 @@ pub fn open(path: &Path) -> Store {
     options(Create::IfEmpty).open(path).unwrap()
 }
 
-/// Opens a restored store and returns its state. The open must find no damage.
+/// Opens a restored store and returns its state. The open must not find damage.
 pub fn open_state(path: &Path) -> State {
     let store = options(Create::Never).open(path).unwrap();
     assert_eq!(store.recovered().torn, None);
@@ -219,8 +220,8 @@ pub fn open_state(path: &Path) -> State {
     state
 }
 
-/// Copies a directory, as a crash of the process leaves it. If files are created, renamed or removed meanwhile, it is
-/// copied again.
+/// Copies a directory in the state that a crash of the process would leave. If files are created, renamed or removed
+/// concurrently, copies it again.
 pub fn copy_directory(from: &Path, to: &Path) {
     loop {
         let before = names(from);
@@ -259,14 +260,14 @@ fn try_copy(from: &Path, to: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// A store with its directory, and the states after each batch.
+/// A store directory, and the states after each batch.
 pub struct Life {
     root: tempfile::TempDir,
     copies: u32,
     pub path: PathBuf,
     pub rng: Rng,
     pub states: BTreeMap<u64, State>,
-    /// The kept names, and the batches that they name.
+    /// The current names, and the batch of each named snapshot.
     pub names: BTreeMap<String, u64>,
 }
 
@@ -277,7 +278,7 @@ impl Life {
         Self { root, copies: 0, path, rng: Rng::new(seed), states: BTreeMap::new(), names: BTreeMap::new() }
     }
 
-    /// Opens the store, commits some batches, and returns the open store.
+    /// Opens the store, commits `batches` batches, and returns the open store.
     pub fn work(&mut self, batches: usize) -> Store {
         let store = open(&self.path);
         self.note(&store);
@@ -296,13 +297,13 @@ impl Life {
     /// Gives up a name.
     pub fn give_up(&mut self, store: &Store, name: &str) {
         store.prune(&store.retention().give_up(name)).unwrap();
-        // The newest snapshot stays, with its name.
+        // The newest snapshot and its name are always kept.
         if store.snapshots().iter().all(|info| info.name.as_deref() != Some(name)) {
             self.names.remove(name);
         }
     }
 
-    /// Asserts that an archive has this store's names, with their states.
+    /// Asserts that `restored` contains exactly the current names, each with the state of its batch.
     pub fn check_names(&self, restored: &BTreeMap<String, State>, what: &str) {
         assert_eq!(restored.keys().collect::<Vec<_>>(), self.names.keys().collect::<Vec<_>>(), "{what}");
         for (name, state) in restored {
@@ -319,7 +320,7 @@ impl Life {
         self.states.insert(state.lsn, state);
     }
 
-    /// Commits a random batch, or restores an earlier state.
+    /// Commits a random batch, or restores an earlier state of the store.
     fn commit(&mut self, store: &Store) {
         let pages: Vec<PageInfo> = store.pages().unwrap().collect();
         let lsns: Vec<u64> = self.states.keys().copied().collect();
@@ -368,7 +369,7 @@ impl Life {
         self.note(store);
     }
 
-    /// Continues with a copy of the directory, as if the process had died.
+    /// Continues with a copy of the directory, as after a crash of the process.
     pub fn crash(&mut self, store: Store) {
         self.copies += 1;
         let copy = self.root.path().join(format!("copy-{}", self.copies));

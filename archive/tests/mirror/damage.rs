@@ -9,7 +9,7 @@ use remanent_archive::object::{Kind, decode_header};
 use crate::bed::{Bed, Life, open_state};
 
 #[test]
-fn bit_flips_in_every_kind_of_object_are_refused_and_named() {
+fn bit_flip_in_any_object_is_reported_with_its_key() {
     let bed = Bed::new(7);
     let mut life = Life::new(7);
     for _ in 0..3 {
@@ -20,7 +20,7 @@ fn bit_flips_in_every_kind_of_object_are_refused_and_named() {
         bed.push(&life.path).unwrap();
     }
     life.work(2).close().unwrap();
-    bed.push(&life.path).unwrap(); // A fence and a run after the newest boundary.
+    bed.push(&life.path).unwrap(); // Adds a fence and a run after the newest boundary.
     let newest = *life.states.keys().next_back().unwrap();
     let objects = bed.world.borrow().objects.clone();
     let mut kinds = BTreeSet::new();
@@ -38,7 +38,7 @@ fn bit_flips_in_every_kind_of_object_are_refused_and_named() {
                     kinds.insert(kind);
                 }
                 Err(error) => panic!("{key}, byte {at}: {error}"),
-                // The restore need not read objects below the newest manifest's start, which a boundary passed.
+                // A restore does not need objects below the start of the newest manifest, which a boundary has passed.
                 Ok(_) => assert!(open_state(directory.path()) == life.states[&newest]),
             }
         }
@@ -47,7 +47,7 @@ fn bit_flips_in_every_kind_of_object_are_refused_and_named() {
     assert!(expected.iter().all(|kind| kinds.contains(kind)), "{kinds:?}");
 }
 
-/// A snapshot with a damaged image is not archived, and no boundary passes the one before it.
+/// A snapshot with a damaged image is not archived, and no boundary is appended over it.
 #[test]
 fn snapshot_with_a_damaged_image_is_skipped() {
     let bed = Bed::new(8);

@@ -1,4 +1,4 @@
-//! Pushes and restores that are killed at each request.
+//! Kills pushes and restores at each request.
 
 use std::fs;
 
@@ -10,7 +10,7 @@ use remanent_archive::rules::Rules;
 
 use crate::bed::{Bed, Life, copy_directory, lock, open_state, options, poll_times};
 
-/// Returns a bucket with an archived store, and a store that went on with runs and a snapshot since.
+/// Returns a bucket with an archived store, and the store with further batches and a snapshot that are not archived.
 fn archived_life(seed: u64) -> (Bed, Life) {
     let bed = Bed::new(seed);
     let mut life = Life::new(seed);
@@ -56,7 +56,7 @@ fn push_after_a_killed_push_continues() {
 }
 
 #[test]
-fn killed_restore_leaves_nothing_that_opens() {
+fn killed_restore_leaves_no_openable_store() {
     let (before, life) = archived_life(4);
     before.push(&life.path).unwrap();
     let newest = *life.states.keys().next_back().unwrap();
@@ -87,7 +87,7 @@ fn killed_restore_leaves_nothing_that_opens() {
     assert!(refused > 0, "{polls}");
 }
 
-/// A restore writes STORE last: everything else exists by then.
+/// A restore publishes STORE last, when all other files exist.
 #[test]
 fn restore_without_store_file_is_refused() {
     let (bed, life) = archived_life(5);

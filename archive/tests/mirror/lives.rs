@@ -1,9 +1,9 @@
-//! Random lives of a store, archived after each step. `REMANENT_TEST_SIZE=full` plays more of them.
+//! Random histories of a store that is archived after each step. `REMANENT_TEST_SIZE=full` runs more of them.
 
 use crate::bed::{Bed, Life};
 
-/// One life: commits, snapshots, closes, crashes and opens. After each step, the directory is pushed, and the restore is
-/// compared with the state after the last archived batch. Returns the number of boundaries.
+/// Runs one history of commits, snapshots, closes, crashes and opens. After each step, pushes the directory, and
+/// compares a restore with the state after the last archived batch. Returns the number of boundaries.
 fn live(seed: u64) -> u64 {
     let bed = Bed::new(seed);
     let mut life = Life::new(seed);

@@ -1,4 +1,4 @@
-//! Tests of push and restore with directories that the engine writes and opens.
+//! Tests pushes and restores of directories that the engine writes and opens.
 
 mod bed;
 mod lives;

@@ -7,14 +7,14 @@ use remanent_archive::testing::world::Effect;
 
 use crate::bed::{Bed, Life, block_on, open_state};
 
-/// Returns the names that a summary of the archive lists.
+/// Returns the names of the named snapshots in a summary of the archive.
 fn listed(bed: &Bed) -> Vec<String> {
     let bucket = bed.bucket();
     let archive = Archive { bucket: &bucket, nonces: &bucket, rules: Rules::default() };
     block_on(status(archive)).unwrap().named.into_iter().map(|kept| kept.name).collect()
 }
 
-/// Boundaries pass the catalog of a named snapshot, and the objects below them are deleted.
+/// Boundaries pass the catalog of a named snapshot, and the other objects below them are deleted.
 #[test]
 fn named_snapshot_is_kept_below_boundaries() {
     let bed = Bed::new(21);
@@ -40,7 +40,7 @@ fn named_snapshot_is_kept_below_boundaries() {
     assert!(boundaries >= 4 && removed > 10, "{boundaries} boundaries, {removed} objects");
     assert_eq!(listed(&bed), ["first"]);
 
-    // Once its name is given up, its objects are deleted.
+    // After its name is given up, the objects of the snapshot are deleted.
     let position = bed.catalog_positions()[0];
     assert!(bed.has(ObjectKey::Line(position)));
     for round in 0..4 {
@@ -57,9 +57,9 @@ fn named_snapshot_is_kept_below_boundaries() {
     assert!(!bed.has(ObjectKey::Line(position)), "the catalog of the snapshot was not deleted");
 }
 
-/// The name is given up while the directory is closed for the archive, and used again.
+/// A name is given up between two pushes and used for another snapshot.
 #[test]
-fn name_that_is_used_again_is_that_of_the_newer_snapshot() {
+fn reused_name_belongs_to_newer_snapshot() {
     let bed = Bed::new(22);
     let mut life = Life::new(22);
     for _ in 0..3 {
@@ -76,7 +76,8 @@ fn name_that_is_used_again_is_that_of_the_newer_snapshot() {
     }
 }
 
-/// Restored directories have the names, and continue the archive with new ones and without old ones.
+/// A restored directory contains the named snapshots. It continues the archive with a new one and without one that was
+/// given up.
 #[test]
 fn restored_directory_continues_names() {
     let bed = Bed::new(23);
@@ -109,7 +110,7 @@ fn restored_directory_continues_names() {
     }
 }
 
-/// A snapshot that is taken right after an open begins in an incarnation without batches.
+/// The `redo` of a snapshot taken right after an open is at the start of an incarnation without batches.
 #[test]
 fn names_in_incarnations_without_batches_are_restored() {
     for with_snapshot in [false, true] {
@@ -140,10 +141,10 @@ fn names_in_incarnations_without_batches_are_restored() {
     }
 }
 
-/// An older copy of a directory lacks a named snapshot of the archive. A takeover gives it up, because the copy uses
-/// the numbers of its files again.
+/// An older copy of a directory lacks a named snapshot of the archive. A takeover removes the snapshot from the
+/// archive, because the copy reuses the numbers of its files.
 #[test]
-fn takeover_gives_up_unknown_names() {
+fn takeover_removes_unknown_names() {
     let bed = Bed::new(25);
     let mut life = Life::new(25);
     let store = life.work(4);
@@ -169,7 +170,7 @@ fn takeover_gives_up_unknown_names() {
     copy.check_names(&bed.restored().1, "after the takeover");
 }
 
-/// The catalog of a kept snapshot is missing: nothing is deleted, and an audit reports it.
+/// If the catalog of a kept snapshot is missing, nothing is deleted, and an audit reports the catalog.
 #[test]
 fn missing_catalog_stops_deletes_and_is_reported() {
     let bed = Bed::new(27);
@@ -200,7 +201,7 @@ fn missing_catalog_stops_deletes_and_is_reported() {
     assert!(matches!(error, remanent_archive::Error::Damaged { key, .. } if key == damaged[0]), "{error}");
 }
 
-/// Each data object of a named snapshot is needed by an audit and by a restore.
+/// An audit and a restore detect damage to each data object of a named snapshot.
 #[test]
 fn damage_of_named_snapshots_is_reported() {
     let bed = Bed::new(28);

@@ -1,12 +1,13 @@
-//! A second directory that continues an archive.
+//! Second directories that continue an archive.
 
 use remanent_archive::Error;
 
 use crate::bed::{Bed, Life, copy_directory, open_state};
 
-/// The second directory goes on; the first one is refused, also after more commits; generations follow each other.
+/// A restored directory continues the archive. The first directory is rejected, even after more commits. This is
+/// repeated for several generations.
 #[test]
-fn restored_directory_continues_and_the_first_is_refused() {
+fn restore_continues_and_original_directory_is_refused() {
     let bed = Bed::new(1);
     let mut first = Life::new(1);
     let store = first.work(5);
@@ -41,7 +42,7 @@ fn restored_directory_continues_and_the_first_is_refused() {
     }
 }
 
-/// An older copy of the directory does not know the newest fence.
+/// An older copy of the directory has no record of the newest fence.
 #[test]
 fn older_copy_of_the_directory_is_refused() {
     let bed = Bed::new(2);
@@ -58,7 +59,7 @@ fn older_copy_of_the_directory_is_refused() {
     bed.push(&life.path).unwrap();
 }
 
-/// A push without new batches creates no object.
+/// A push creates no object if there are no new batches.
 #[test]
 fn push_of_an_archived_store_changes_nothing() {
     let bed = Bed::new(3);

@@ -1,4 +1,4 @@
-//! Uploads that run at the same time.
+//! Concurrent uploads.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use remanent_archive::testing::bucket::SimBucket;
 
 use crate::bed::{Bed, Life, block_on, lock};
 
-/// A bucket that counts the creates of data objects that run at the same time.
+/// A bucket that counts concurrent creates of data objects.
 struct CountingBucket {
     inner: SimBucket,
     running: Cell<usize>,
@@ -51,9 +51,9 @@ impl Bucket for CountingBucket {
     }
 }
 
-/// A bounded number of parts is uploaded at a time, because each takes memory.
+/// The number of concurrent uploads is bounded, because each one needs memory.
 #[test]
-fn parts_of_snapshots_are_uploaded_together() {
+fn parts_of_snapshot_are_uploaded_concurrently() {
     let bed = Bed::new(31);
     let mut life = Life::new(31);
     for round in 0..8 {

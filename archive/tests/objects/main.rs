@@ -1,12 +1,12 @@
-//! The bytes of objects: pinned files, every flipped bit, and made-up contents with matching checksums.
+//! The encoding of objects: golden files, flipped bits, and invented contents with matching checksums.
 //!
-//! `golden/` contains an object of each kind and form. Only this test writes the files:
+//! `golden/` contains an object of each kind and variant. Only this test writes the files:
 //!
 //! ```text
 //! REMANENT_GOLDEN=write cargo test -p remanent-archive --test objects
 //! ```
 //!
-//! A change that alters an existing file changes the format. It needs a new version and a golden file of its own.
+//! A change that alters an existing file changes the format. It needs a new format version and new golden files.
 
 mod samples;
 mod spec;
@@ -28,7 +28,7 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-/// Returns the structures at the start of an object, in their order.
+/// Returns the layouts of the structures at the start of an object, in order.
 fn structures(sample: &Sample) -> Vec<LayoutTable> {
     let mut tables = vec![ObjectHeaderRaw::TABLE];
     let kind = sample.name.split('-').next().unwrap_or_default();
@@ -57,7 +57,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Returns a text that names every field of an object.
+/// Returns a text that lists every field of an object.
 fn annotated(sample: &Sample) -> String {
     let mut text = format!("{} ({} bytes)\n", sample.key, sample.bytes.len());
     let mut at = 0;
@@ -79,7 +79,7 @@ fn annotated(sample: &Sample) -> String {
 fn golden_files_match_the_encoder() {
     let samples = samples();
     if std::env::var_os("REMANENT_GOLDEN").is_some_and(|value| value == "write") {
-        _ = fs::remove_dir_all(golden("")); // The folder does not exist the first time.
+        _ = fs::remove_dir_all(golden("")); // The folder may not exist.
         fs::create_dir_all(golden("")).unwrap();
         for sample in &samples {
             fs::write(golden(&format!("{}.bin", sample.name)), &sample.bytes).unwrap();
@@ -151,7 +151,7 @@ fn object_under_another_key_or_store_is_refused() {
     assert_ne!(STORE.0[0], 0);
 }
 
-/// Makes the checksums and the length of an object match its bytes.
+/// Corrects the length and the checksums in the header of an object.
 fn seal(mut bytes: Vec<u8>) -> Vec<u8> {
     let body = bytes.split_off(ObjectHeaderRaw::LEN);
     let head: [u8; ObjectHeaderRaw::LEN] = bytes.try_into().expect("a whole header");
@@ -162,7 +162,7 @@ fn seal(mut bytes: Vec<u8>) -> Vec<u8> {
     [&raw.to_bytes()[..], &body].concat()
 }
 
-/// Checks that made-up bytes are refused, or are the only encoding of what they decode to.
+/// Checks that bytes are rejected, or are the only encoding of the object that they decode to.
 fn check_canonical(key: ObjectKey, bytes: &[u8], what: &str) {
     if let Ok(written) = read_and_write(key, bytes) {
         assert!(written == bytes, "{what}: another encoding of the same object is accepted");
@@ -170,7 +170,7 @@ fn check_canonical(key: ObjectKey, bytes: &[u8], what: &str) {
 }
 
 #[test]
-fn changed_bytes_with_right_checksums_have_one_encoding() {
+fn changed_bytes_with_valid_checksums_have_one_encoding() {
     for sample in samples() {
         for at in 0..sample.bytes.len() {
             for value in [0, 1, 0x7f, 0x80, 0xff] {
@@ -186,7 +186,7 @@ fn changed_bytes_with_right_checksums_have_one_encoding() {
     }
 }
 
-/// The kept snapshots of a catalog have one order, different names, and agree with the object's own list.
+/// Kept snapshots must be in order, have unique names, and agree with the data objects that the object lists.
 #[test]
 fn contradictory_catalogs_are_refused() {
     let first = ObjectHeaderRaw::LEN + LineHeadRaw::LEN + DataRefRaw::LEN + CatalogRaw::LEN;
@@ -219,7 +219,7 @@ fn contradictory_catalogs_are_refused() {
     read_and_write(sample.key, &seal(same_name)).expect_err("two snapshots have one name");
 }
 
-/// A count that the object is too short for is refused before memory for it is reserved.
+/// A count that exceeds the length of the object is rejected before memory is reserved.
 #[test]
 fn counts_beyond_the_object_are_refused() {
     let body = ObjectHeaderRaw::LEN + LineHeadRaw::LEN;
@@ -243,7 +243,7 @@ fn counts_beyond_the_object_are_refused() {
 }
 
 #[test]
-fn names_that_no_object_has_are_not_parsed() {
+fn invalid_keys_are_not_parsed() {
     for sample in samples() {
         assert_eq!(ObjectKey::parse(&sample.key.to_string()), Some(sample.key));
     }
@@ -279,7 +279,7 @@ proptest! {
     }
 
     #[test]
-    fn arbitrary_bodies_with_right_checksums_have_one_encoding(
+    fn arbitrary_bodies_with_valid_checksums_have_one_encoding(
         index in 0usize..16,
         body in proptest::collection::vec(prop_oneof![3 => Just(0u8), 1 => any::<u8>()], 0..400),
     ) {

@@ -1,4 +1,4 @@
-//! One object of each kind and form, with the functions that read it and write it again.
+//! One object of each kind and variant, and a function that decodes and encodes them.
 
 use remanent_archive::object::{
     BatchPoint, Bound, Boundary, Catalog, Content, DataKey, DataRef, Defect, Fence, Hint, KeptFence,
@@ -12,7 +12,7 @@ use remanent_format::{Incarnation, LogPoint, Lsn, SnapshotId, StoreId};
 pub const STORE: StoreId = StoreId(*b"store of samples");
 const PAYLOAD: &[u8] = b"a part of an image file";
 
-/// An object with its name in the golden folder.
+/// An object and the name of its golden file.
 pub struct Sample {
     pub name: &'static str,
     pub key: ObjectKey,
@@ -73,7 +73,7 @@ fn fence(openings: Vec<SegmentHeader>, cut: Option<BatchPoint>) -> Fence {
     Fence { store_file: store_file(), openings, cut, follows_open_store: false }
 }
 
-/// Returns the line objects by name.
+/// Returns the line objects and their names.
 pub fn line_objects() -> Vec<(&'static str, LineObject)> {
     let kept = KeptFence { position: 5, nonce: nonce(5), content: fence(vec![opening()], None) };
     let bytes = PAYLOAD.len() as u64;
@@ -126,7 +126,7 @@ pub fn line_objects() -> Vec<(&'static str, LineObject)> {
     ]
 }
 
-/// Returns a valid object of each kind and form.
+/// Returns a valid object of each kind and variant.
 pub fn samples() -> Vec<Sample> {
     let lines = line_objects();
     let of_line = |(name, object): &(&'static str, LineObject)| Sample {

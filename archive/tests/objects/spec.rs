@@ -1,4 +1,4 @@
-//! The chapter "Objects of an archive" of `format/SPEC.md` agrees with the code.
+//! Compares the chapter "Objects of an archive" of `format/SPEC.md` with the code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -32,7 +32,7 @@ fn chapter() -> &'static str {
     PAGE.split_once("\n## Objects of an archive\n").expect("the chapter exists").1
 }
 
-/// Returns the rows of the first table after `heading`, without code markup and its header.
+/// Returns the rows of the first table after `heading`, without its header and without code markup.
 fn table_after(heading: &str) -> Vec<Vec<String>> {
     let at = chapter().find(heading).unwrap_or_else(|| panic!("the chapter lacks {heading:?}"));
     let lines = chapter()[at..].lines().skip_while(|line| !line.starts_with('|'));
@@ -42,10 +42,10 @@ fn table_after(heading: &str) -> Vec<Vec<String>> {
     lines.take_while(|line| line.starts_with('|')).skip(2).map(cells).collect()
 }
 
-/// The length of a structure, and the offset, size and name of each field.
+/// The length of a structure, and the offset, size and name of each of its fields.
 type Structure = (usize, Vec<(usize, usize, String)>);
 
-/// Returns the structures of the chapter by name.
+/// Returns the structures in the chapter by name.
 fn structures() -> BTreeMap<String, Structure> {
     let headings = chapter().lines().filter(|line| line.starts_with("#### "));
     let structure = |heading: &str| {
@@ -102,7 +102,7 @@ fn every_source_layout_is_checked_against_spec() {
             name.expect("a layout declares a structure").to_owned()
         }));
     }
-    // A unit test of `directory/record.rs` checks these, which are private.
+    // These structures are private. A unit test in `directory/record.rs` checks them.
     declared
         .retain(|name| !["ArchiveFileRaw", "FenceRecordRaw", "ArchivedBatchRaw"].contains(&name.as_str()));
     declared.sort();
@@ -128,7 +128,7 @@ fn spec_kinds_roles_and_limits_match_code() {
     assert_eq!(crc64(b"123456789"), 0x995d_c9bb_df19_39fa);
 }
 
-/// Comments cite every label of the chapter, and no other.
+/// Comments in the code cite exactly the labels of the chapter.
 #[test]
 fn code_cites_every_label() {
     let label = |line: &str| line.strip_prefix("- **")?.split_once("**").map(|(label, _)| label.to_owned());

@@ -1,4 +1,4 @@
-//! Requests that an archive costs.
+//! The number of requests that an archive sends.
 
 use remanent_archive::remote::RemoteBucket;
 use remanent_archive::testing::store::SimStore;
@@ -6,8 +6,8 @@ use remanent_archive::testing::store::SimStore;
 use crate::life::{commit, create};
 use crate::server::Server;
 
-/// A batch a second, each archived by a run of its own, costs one create and one read a second. Seconds without a batch,
-/// and with a seal alone, cost nothing.
+/// If one batch is committed and archived per second, each second costs one create and one read. Seconds without a
+/// batch, or with only a seal, cost no request.
 #[test]
 fn run_a_second_costs_one_put_and_one_get() {
     let server = Server::start();

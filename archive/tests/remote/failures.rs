@@ -1,4 +1,4 @@
-//! Failures of servers and connections, and what the bucket reports.
+//! Failures of servers and connections, and the errors that the bucket reports.
 
 use std::future::Future;
 use std::time::Instant;
@@ -24,7 +24,7 @@ fn create_error(server: &Server, fault: Fault) -> BucketError {
 }
 
 #[test]
-fn whole_life_on_a_server() {
+fn archive_operations_work_on_a_server() {
     let server = Server::start();
     let bucket = RemoteBucket::open("s3://bucket/a/b", server.options()).unwrap();
     bucket.block_on(whole_life(&bucket)).unwrap();
@@ -90,7 +90,7 @@ fn dropped_connections_leave_a_create_in_doubt() {
 }
 
 #[test]
-fn silent_server_is_a_time_out() {
+fn silent_server_causes_timeout() {
     let server = Server::start();
     let started = Instant::now();
     let error = create_error(&server, Fault::Hang);
@@ -141,7 +141,7 @@ fn reads_and_deletes_are_repeated() {
 }
 
 #[test]
-fn absent_bucket_is_no_absent_object() {
+fn missing_bucket_is_not_a_missing_object() {
     let server = Server::start();
     let bucket = open(&server);
     for code in ["NoSuchBucket", "ContainerNotFound"] {
@@ -175,7 +175,7 @@ fn ranges_are_clipped() {
     assert_eq!(bucket.block_on(bucket.get(KEY, Some(0..128))).unwrap(), Some(Vec::new()));
 }
 
-/// Faults around the create of a run never lose or double an acknowledged batch.
+/// Faults during the create of a run never lose or duplicate an acknowledged batch.
 #[test]
 fn runs_survive_every_fault_of_a_create() {
     let faults = [
@@ -201,7 +201,7 @@ fn runs_survive_every_fault_of_a_create() {
 }
 
 #[test]
-fn pause_gives_up_after_its_attempts() {
+fn pause_returns_false_after_last_attempt() {
     let server = Server::start();
     let delay = std::time::Duration::from_millis(1);
     let options = server.options().delays(delay, delay).attempts(3);

@@ -20,7 +20,7 @@ fn folder() -> (TempDir, RemoteBucket) {
 }
 
 #[test]
-fn whole_life_in_a_folder() {
+fn archive_operations_work_in_a_folder() {
     let (folder, bucket) = folder();
     bucket.block_on(whole_life(&bucket)).unwrap();
     assert!(!folder.path().join("line/0000000000000001").exists(), "the sweep has removed the first object");
@@ -61,7 +61,7 @@ fn ranges_of_an_empty_file_are_empty() {
 fn symbolic_links_are_refused() {
     let outside = tempfile::tempdir().unwrap();
     fs::write(outside.path().join("0000000000000001"), b"outside").unwrap();
-    // The folder `line` leads out of the root; then only the object does.
+    // First the folder `line` is a symbolic link out of the root, then only the object.
     for is_folder in [true, false] {
         let (folder, bucket) = folder();
         let line = folder.path().join("line");
@@ -91,7 +91,7 @@ fn removed_folder_is_not_created_again() {
     let error = bucket.block_on(bucket.create(KEY, b"x")).unwrap_err();
     assert_eq!(error.class, FailureClass::Unreachable, "{error}");
     assert!(!path.exists());
-    // As after an unmount: another folder has the name.
+    // After an unmount, another folder has the same path.
     fs::create_dir(&path).unwrap();
     let error = bucket.block_on(bucket.get(KEY, None)).unwrap_err();
     assert_eq!(error.class, FailureClass::Unreachable, "{error}");

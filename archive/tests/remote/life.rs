@@ -1,4 +1,4 @@
-//! The life of an archive by the functions of `line`, on any bucket.
+//! Operations on an archive with the functions of `line`, on any bucket.
 
 use std::cell::RefCell;
 use std::io::Read;
@@ -39,14 +39,14 @@ pub fn archive<B: Bucket>(bucket: &B) -> Archive<'_, B, SystemNonces> {
     Archive { bucket, nonces: &SystemNonces, rules: Rules::default() }
 }
 
-/// A directory with a store.
+/// Returns the directory of a simulated store.
 pub fn directory(store: SimStore) -> SimStoreHandle {
     let mut world = World::new(1);
     world.machines[0] = Some(store);
     SimStoreHandle { world: Rc::new(RefCell::new(world)), machine: 0, rules: Rules::default() }
 }
 
-/// Opens a directory and fences the archive for it.
+/// Opens a directory and creates its fence.
 pub async fn open<B: Bucket>(line: &mut RemoteLine<'_, B>, local: &mut SimStoreHandle) -> Result<()> {
     local.with(|store| store.plan_opening(random()));
     line.check_lineage(local, Takeover::Permitted)?;
@@ -54,7 +54,7 @@ pub async fn open<B: Bucket>(line: &mut RemoteLine<'_, B>, local: &mut SimStoreH
     line.fence(local, Takeover::Permitted).await
 }
 
-/// Creates a store and fences an empty archive for it.
+/// Creates a store and the first fence of an empty archive.
 pub async fn create<'a, B: Bucket>(bucket: &'a B) -> Result<(RemoteLine<'a, B>, SimStoreHandle)> {
     let mut local = directory(SimStore::create(random()));
     let mut line = line(bucket);
@@ -63,7 +63,7 @@ pub async fn create<'a, B: Bucket>(bucket: &'a B) -> Result<(RemoteLine<'a, B>, 
     Ok((line, local))
 }
 
-/// Claims the archive, restores a directory from it, and fences it.
+/// Claims the archive, restores a directory from it, and creates its fence.
 pub async fn take_over<'a, B: Bucket>(bucket: &'a B) -> Result<(RemoteLine<'a, B>, SimStoreHandle)> {
     let mut line = line(bucket);
     line.find().await?;
@@ -75,7 +75,7 @@ pub async fn take_over<'a, B: Bucket>(bucket: &'a B) -> Result<(RemoteLine<'a, B
     Ok((line, local))
 }
 
-/// Commits batches, seals them, and archives them.
+/// Commits batches, seals them and archives them.
 pub async fn commit<B: Bucket>(
     line: &mut RemoteLine<'_, B>,
     local: &SimStoreHandle,
@@ -88,7 +88,7 @@ pub async fn commit<B: Bucket>(
     Ok(())
 }
 
-/// Archives a snapshot of the present state.
+/// Archives a snapshot of the current state.
 pub async fn snapshot<B: Bucket>(line: &mut RemoteLine<'_, B>, local: &SimStoreHandle) -> Result<()> {
     let parts = local.with(|store| {
         let redo = store.snapshot_redo();
@@ -97,7 +97,7 @@ pub async fn snapshot<B: Bucket>(line: &mut RemoteLine<'_, B>, local: &SimStoreH
     line.append_manifest(local, &parts).await.map(drop)
 }
 
-/// Returns the tokens that a restore of the end finds.
+/// Returns the contents of the batches that a restore of the end returns.
 pub async fn restore<B: Bucket>(bucket: &B) -> Result<Vec<u64>> {
     let mut line = line(bucket);
     line.find().await?;
@@ -106,7 +106,7 @@ pub async fn restore<B: Bucket>(bucket: &B) -> Result<Vec<u64>> {
     Ok(state.tokens())
 }
 
-/// Runs a whole life: probe, fence, runs, snapshots, prunes, a second writer that supersedes the first, and restores.
+/// Runs a probe, a fence, runs, snapshots, prunes, a takeover by a second writer, and restores.
 pub async fn whole_life<B: Bucket>(bucket: &B) -> Result<()> {
     let (mut first, local) = create(bucket).await?;
     probe(archive(bucket), local.store()).await?;

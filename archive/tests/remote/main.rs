@@ -1,4 +1,4 @@
-//! Tests of buckets in object stores and in local folders.
+//! Tests of buckets in object stores and local folders.
 
 mod costs;
 mod failures;

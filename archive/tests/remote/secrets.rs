@@ -1,4 +1,4 @@
-//! Credentials: they are read again after a denial, and appear in no error, no `Debug` output and no log.
+//! Credentials: a bucket reads them again after a denied request, and no error, `Debug` output or log contains them.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ use tracing::{Event, Metadata, Subscriber};
 use crate::server::{Fault, Server};
 
 const KEY: ObjectKey = ObjectKey::Line(1);
-/// In base 64, as Azure's keys are.
+/// Encoded in Base64, as Azure requires.
 const SECRET: &str = "aHVudGVyMmh1bnRlcjJodW50ZXIy";
 
 /// Records all events and spans.
@@ -45,7 +45,7 @@ impl Subscriber for Log {
     fn exit(&self, _: &Id) {}
 }
 
-/// Sends requests that fail in several ways, with answers that repeat the credential. Returns all that they reported.
+/// Sends requests that fail in several ways, with answers that repeat the credential. Returns the text of all errors.
 fn reports(url: &str, options: RemoteOptions, server: &Server) -> String {
     let bucket = RemoteBucket::open(url, options.setting("timeout", "2 seconds")).unwrap();
     let mut text = format!("{bucket:?}");
@@ -78,7 +78,7 @@ fn reports(url: &str, options: RemoteOptions, server: &Server) -> String {
 #[test]
 fn credentials_appear_in_no_error_and_no_log() {
     let log = Log::default();
-    // For all threads, because requests run on the thread of the bucket.
+    // The subscriber is installed for all threads, because requests run on the thread of the bucket.
     tracing::subscriber::set_global_default(log.clone()).unwrap();
     let server = Server::start();
     let s3 = server.options_without_credential().setting("access_key_id", SECRET);
@@ -134,7 +134,7 @@ fn denied_requests_read_credentials_again() {
             assert_eq!(error.class, FailureClass::Denied, "{error}");
             assert!(bucket.pause(1, &error).await, "new credentials are worth another attempt");
             bucket.create(KEY, b"x").await.unwrap();
-            // A denial after that is not retried: the credentials were just read.
+            // The next denial is not retried, because the credentials were just read.
             server.fail([Fault::code(status, "AccessDenied")]);
             let error = bucket.delete(KEY).await.unwrap_err();
             assert!(!bucket.pause(1, &error).await);

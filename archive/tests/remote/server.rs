@@ -1,4 +1,4 @@
-//! An HTTP server on loopback that stores objects as S3 does, and fails on demand.
+//! An HTTP server on the loopback interface that stores objects like S3 and fails on demand.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -9,28 +9,28 @@ use std::thread::JoinHandle;
 
 use remanent_archive::remote::RemoteOptions;
 
-/// What the server does with one request.
+/// The behavior of the server for one request.
 #[derive(Clone, Debug)]
 pub enum Fault {
-    /// Answers as a server does.
+    /// Handles the request like a real server.
     #[allow(dead_code, reason = "for the tests of the command, which include this file")]
     None,
-    /// Answers with a status and a body, and has no effect.
+    /// Returns a status and a body without applying the request.
     Status(u16, String),
-    /// Applies the request, and answers with a status and no body.
+    /// Applies the request, and returns a status without a body.
     StatusAfter(u16),
-    /// Closes the connection, and has no effect.
+    /// Closes the connection without applying the request.
     DropBefore,
-    /// Applies the request and closes the connection.
+    /// Applies the request, and closes the connection without an answer.
     DropAfter,
-    /// Applies the request, announces the whole body, and closes the connection in its middle.
+    /// Applies the request, and closes the connection in the middle of the body.
     Truncate,
     /// Never answers.
     Hang,
 }
 
 impl Fault {
-    /// An answer with a status and an S3 error code.
+    /// Returns an answer with a status and an S3 error code.
     pub fn code(status: u16, code: &str) -> Self {
         let body =
             format!("<?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>A message</Message></Error>");
@@ -38,7 +38,7 @@ impl Fault {
     }
 }
 
-/// A request that was received.
+/// A received request.
 #[derive(Clone, Debug)]
 pub struct Received {
     pub method: String,
@@ -75,14 +75,14 @@ impl Server {
                     return;
                 }
                 let (state, connection) = (served.clone(), connection.unwrap());
-                // A client that goes away is no failure of a test.
+                // A client that closes its connection does not fail the test.
                 std::thread::spawn(move || drop(serve(&state, connection)));
             }
         });
         Self { port, state, is_stopped, thread: Some(thread) }
     }
 
-    /// Options that reach the server.
+    /// Returns options with which a bucket connects to this server.
     pub fn options(&self) -> RemoteOptions {
         self.options_without_credential()
             .setting("access_key_id", "test")
@@ -104,25 +104,25 @@ impl Server {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets the next requests fail, one by one.
+    /// Applies one fault to each of the next requests, in order.
     pub fn fail(&self, faults: impl IntoIterator<Item = Fault>) {
         self.state().faults.extend(faults);
     }
 
-    /// Never answers the request after the next `count` ones.
+    /// Answers the next `count` requests, and never answers the request after them.
     #[allow(dead_code, reason = "for the tests of the command, which include this file")]
     pub fn hang_after(&self, count: usize) {
         let answers = std::iter::repeat_n(Fault::None, count);
         self.state().faults = answers.chain([Fault::Hang]).collect();
     }
 
-    /// Returns true if a request waits for an answer that never comes.
+    /// Returns true if a request is waiting for an answer that will not be sent.
     #[allow(dead_code, reason = "for the tests of the command, which include this file")]
     pub fn is_hanging(&self) -> bool {
         !self.state().hanging.is_empty()
     }
 
-    /// Ends all faults, and closes the connections that wait for an answer.
+    /// Ends all faults, and closes the connections of requests that were never answered.
     #[allow(dead_code, reason = "for the tests of the command, which include this file")]
     pub fn recover(&self) {
         let mut state = self.state();
@@ -130,7 +130,7 @@ impl Server {
         state.hanging.clear();
     }
 
-    /// Lets creates replace objects, as some servers do.
+    /// From now on, creates replace existing objects, as on some servers.
     pub fn ignore_conditions(&self) {
         self.state().ignores_conditions = true;
     }
@@ -144,7 +144,7 @@ impl Server {
         self.state().objects.get(name).cloned()
     }
 
-    /// Returns the requests since the last call.
+    /// Returns the requests received since the last call.
     pub fn take_received(&self) -> Vec<Received> {
         std::mem::take(&mut self.state().received)
     }

@@ -1,4 +1,4 @@
-//! Many writers of one line, on real servers and on those of the tests.
+//! Several writers compete for one line, on real servers and on the test server.
 //!
 //! `.ci/nightly/archive` starts servers and runs the ignored test here with these variables:
 //!
@@ -26,17 +26,17 @@ use remanent_format::StoreId;
 use crate::life::{archive, commit, create, random, restore, snapshot, take_over};
 use crate::server::Server;
 
-/// Time after which no writer begins another term.
+/// Time after which no writer starts another term.
 const CONTEST: Duration = Duration::from_secs(45);
-/// Terms of each writer.
+/// Number of terms of each writer.
 const TERMS: u64 = 3;
-/// Runs in a term.
+/// Number of runs in each term.
 const RUNS: u64 = 3;
 
-/// What the writers did.
+/// The record of what all writers did.
 #[derive(Default)]
 struct Contest {
-    /// Bytes of each object of the line, by the creates that the bucket reported as successful.
+    /// For each line object, the bytes of each create that the bucket reported as successful.
     created: Mutex<HashMap<ObjectKey, Vec<Vec<u8>>>>,
     acknowledged: Mutex<Vec<u64>>,
     violations: Mutex<Vec<String>>,
@@ -48,7 +48,7 @@ impl Contest {
     }
 }
 
-/// A bucket whose successful creates are counted.
+/// A bucket that records successful creates.
 struct Counted<'a> {
     bucket: &'a RemoteBucket,
     contest: &'a Contest,
@@ -88,7 +88,7 @@ impl Bucket for Counted<'_> {
     }
 }
 
-/// Takes the line over, appends runs until another writer takes it over, and begins again.
+/// Repeatedly takes over the line, and appends runs until another writer takes over.
 async fn write(bucket: &Counted<'_>, writer: u64) {
     let began = Instant::now();
     let mut terms = 0;
@@ -106,7 +106,7 @@ async fn write(bucket: &Counted<'_>, writer: u64) {
 
 async fn term(bucket: &Counted<'_>, first: u64) -> Result<(), Error> {
     let (mut line, local) = take_over(bucket).await?;
-    // Later restores start here, so that their length does not grow.
+    // Later restores start from this snapshot, so that they do not become longer.
     snapshot(&mut line, &local).await?;
     for token in first..first + RUNS {
         local.with(|store| store.commit(token));
@@ -117,7 +117,7 @@ async fn term(bucket: &Counted<'_>, first: u64) -> Result<(), Error> {
     Ok(())
 }
 
-/// Lets writers contend for one line. Returns the number of acknowledged batches and the violations.
+/// Runs writers that compete for one line. Returns the number of acknowledged batches and the violations.
 fn contend(open: &(dyn Fn() -> RemoteBucket + Sync), writers: u64) -> (usize, Vec<String>) {
     let contest = Contest::default();
     let bucket = open();
@@ -140,7 +140,8 @@ fn contend(open: &(dyn Fn() -> RemoteBucket + Sync), writers: u64) -> (usize, Ve
     (contest.acknowledged.into_inner().unwrap().len(), contest.violations.into_inner().unwrap())
 }
 
-/// Checks that each position was created once and kept, and that a restore has every acknowledged batch once.
+/// Checks that each position was created once and is unchanged, and that a restore contains every acknowledged batch
+/// exactly once.
 fn check(bucket: &RemoteBucket, contest: &Contest) {
     let created = std::mem::take(&mut *contest.created.lock().unwrap());
     for (key, bodies) in created {
@@ -164,7 +165,7 @@ fn check(bucket: &RemoteBucket, contest: &Contest) {
     }
 }
 
-/// Lets writers create the same keys at the same time, until a violation. Returns the violations.
+/// Runs writers that create the same keys concurrently, until a violation is found. Returns the violations.
 fn race(open: &(dyn Fn() -> RemoteBucket + Sync), writers: u64, rounds: u64) -> Vec<String> {
     let violations = Mutex::new(Vec::new());
     let winners = Mutex::new(Vec::new());
@@ -244,7 +245,7 @@ fn writers_of_a_real_server() {
     let writers: u64 = variable("REMANENT_ARCHIVE_WRITERS").parse().unwrap();
     let must_race = variable("REMANENT_ARCHIVE_RACES") == "yes";
     let settings = variable("REMANENT_ARCHIVE_SETTINGS");
-    // An archive of its own for each part and each call.
+    // Each part and each call uses a new archive.
     let run = random();
     let open = |part: &str| {
         let pairs = settings.split(',').filter_map(|pair| pair.split_once('='));
