@@ -1,4 +1,4 @@
-//! `remanent-bench archive`: measures the cost of an archive for the commits of a store, and the lag of the archive.
+//! `remanent-bench archive` measures how much an archive slows down commits, and how far the archive lags behind.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -13,10 +13,10 @@ use crate::room::{self, BenchStop, Room};
 use crate::{Common, Measure, check_seconds};
 
 const EXAMPLES: &str = "\
-One thread commits deltas of 4 KiB, to a store without an archive and to one with an archive, in turn. The ceiling is \
-the store without an archive. Then single batches wait, one after the other, until they are archived. The bucket is a \
-folder next to the stores, which syncs its objects to the same disk and is removed at the end. With --url, the \
-archives are in the given bucket, under names of their own, and are not removed.
+One thread commits deltas of 4 KiB, in turn to a store without an archive and to a store with an archive. The ceiling \
+is the store without an archive. Then the thread commits single batches and waits until each is archived. The bucket \
+is a folder next to the stores, which syncs its objects to the same disk and is removed at the end. With --url, the \
+archives are created in the given bucket under new names, and are not removed.
 
 Examples:
   remanent-bench archive /mnt/fast
@@ -32,10 +32,10 @@ pub struct ArchiveBench {
     /// URL below which the archives are created; credentials are read from the environment
     #[arg(long, value_name = "URL")]
     url: Option<String>,
-    /// Duration of the commits to each store per round, in seconds
+    /// Duration of the commits to each store in a round, in seconds
     #[arg(long, value_name = "S", default_value_t = 2.0)]
     seconds: f64,
-    /// Number of batches per round that wait until they are archived
+    /// Number of batches per round for which the thread waits until they are archived
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=100_000))]
     waits: u64,
 }
@@ -56,7 +56,7 @@ impl Measure for ArchiveBench {
     }
 
     fn bytes_needed(&self) -> u64 {
-        // A store, its archive, and the log that is not archived yet.
+        // Counts a store, its archive, and log that is not archived yet.
         let commits = (self.seconds * COMMITS_MAX as f64) as u64 + self.waits;
         3 * commits * 2 * DELTA_LEN + (256 << 20)
     }
@@ -148,9 +148,9 @@ impl ArchiveBench {
         Ok((commits, started.elapsed()))
     }
 
-    /// Measures the time until single batches are archived.
+    /// Measures the time from a commit until its batch is archived.
     fn wait(&self, store: &Store, pages: &[PageId], figure: &mut Figure) -> Result<(), BenchStop> {
-        // First wait until the batches of the first measurement are archived.
+        // First waits until the batches of the previous measurement are archived.
         store.submit(delta(store, pages, 0))?.wait(Ack::Archived)?;
         let mut times = Latency::new();
         for index in 0..self.waits {

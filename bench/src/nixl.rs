@@ -1,4 +1,4 @@
-//! `remanent-bench nixl`: pages that one process fetches from the store of another one.
+//! `remanent-bench nixl` measures how fast a process fetches pages from the store of another process.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -19,16 +19,16 @@ use crate::room::{self, BenchStop, Room, size};
 use crate::{Common, Measure, transfer};
 
 const EXAMPLES: &str = "\
-Needs the library NIXL (pip install --no-deps nixl-cu12==1.5.1). Two processes of this machine: one serves the pages of \
-a store in host memory, the other one fetches and verifies them. The ceiling is a loop in which the same process writes \
-the same number of buffers of the same length with the library, without a store, a checksum and requests. UCX selects \
-the transport; the variable UCX_TLS limits it.
+Requires the NIXL library (pip install --no-deps nixl-cu12==1.5.1). Of two processes on this machine, one serves the \
+pages of a store in host memory, and the other fetches and verifies them. The ceiling is a loop in which the serving \
+process writes the same number of buffers of the same length with the library, without a store, checksums or requests. \
+UCX selects the transport; the environment variable UCX_TLS limits the choice.
 
 Examples:
   remanent-bench nixl /dev/shm
   UCX_TLS=tcp,self remanent-bench nixl /dev/shm --page-len 64KiB";
 
-/// Pages fetched from the store of another process by NIXL
+/// Fetches of pages from the store of another process with NIXL
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct NixlBench {
@@ -50,7 +50,9 @@ impl Measure for NixlBench {
     fn check(&self) -> Result<(), Failure> {
         if self.page_len.0 == 0 || self.page_len.0 > self.bytes.0 {
             let len = self.page_len;
-            return Err(Failure::Environment(format!("--page-len {len} is not between 1 and --bytes")));
+            return Err(Failure::Environment(format!(
+                "--page-len {len} must be at least 1 and at most --bytes"
+            )));
         }
         Ok(())
     }
@@ -74,7 +76,7 @@ impl Measure for NixlBench {
         let nixl = Nixl::load()?;
         let mut client =
             PageClient::connect(nixl.agent(&AgentOptions::new("client"))?, &metadata, self.page_len.0)?;
-        // The target of the loop has an agent of its own, because a client does not share its agent.
+        // The target of the loop has its own agent, because a client needs exclusive use of its agent.
         let raw = nixl.agent(&AgentOptions::new("raw"))?;
         let target = raw.register(HostBuffer::new(self.page_len.0 as usize)?)?;
         server.send(&format!("{} {}", encoded(&raw.metadata()?), encoded(&target.describe().to_bytes())))?;
@@ -84,14 +86,16 @@ impl Measure for NixlBench {
             room.step("fetching")?;
             server.send("write")?;
             let line = server.line()?;
-            let took: f64 = line.parse().map_err(|_| Failure::Environment(format!("no time: {line}")))?;
+            let took: f64 = line
+                .parse()
+                .map_err(|_| Failure::Environment(format!("not a duration in seconds: {line}")))?;
             let (started, mut count) = (Instant::now(), 0);
             client.fetch_many(&pages, |_, page| count += page.bytes.len())?;
             let fetch_took = started.elapsed().as_secs_f64();
             if count as f64 != bytes {
                 return Err(Failure::Environment(format!("{count} of {bytes} bytes arrived")).into());
             }
-            // The first round makes the connections.
+            // The first round establishes the connections and is not counted.
             if round > 0 {
                 written.push(bytes / took);
                 fetched.push(bytes / fetch_took);
@@ -119,7 +123,7 @@ impl NixlBench {
     }
 }
 
-/// The process of the server, which is ended when the value is dropped.
+/// The process of the server. Dropping this value kills it.
 struct Server {
     child: Child,
     commands: Option<ChildStdin>,
@@ -128,7 +132,7 @@ struct Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Fails if the process has ended.
+        // These calls fail if the process has already ended.
         let _is_over = self.child.kill();
         let _is_over = self.child.wait();
     }
@@ -139,7 +143,7 @@ impl Server {
         let mut command = program::again()?;
         command.arg("page-server").arg(room.path("store"));
         command.args(["--pages", &bench.pages().to_string(), "--page-len", &bench.page_len.0.to_string()]);
-        // The client's process has set them before it began, if its user wants them.
+        // The variables of this process take precedence, because the user may have set them.
         for (name, value) in [("UCX_DEBUG_SIGNO", "0"), ("UCX_MEM_EVENTS", "n")] {
             if std::env::var_os(name).is_none() {
                 command.env(name, value);
@@ -165,7 +169,7 @@ impl Server {
         Ok(line.trim_end().to_owned())
     }
 
-    /// Ends the process, and waits for it.
+    /// Stops the process and waits until it has ended.
     fn end(mut self) -> Result<(), BenchStop> {
         self.commands = None;
         let status = self.child.wait()?;
@@ -176,7 +180,7 @@ impl Server {
     }
 }
 
-/// The server of `remanent-bench nixl`, which follows the commands on its input
+/// Run the server of `remanent-bench nixl`, which executes commands from standard input
 #[derive(clap::Args)]
 pub struct PageServerWorker {
     dir: PathBuf,
@@ -187,7 +191,7 @@ pub struct PageServerWorker {
 }
 
 impl PageServerWorker {
-    /// Serves pages until the input ends.
+    /// Serves pages until standard input ends.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let (device, _) = room::open_device(DeviceChoice::Host)?;
         let store = room::options().open_with(&self.dir, device).map_err(engine_failure)?;
@@ -219,7 +223,7 @@ impl PageServerWorker {
         Ok(Ending::Fine)
     }
 
-    /// Writes buffers to the region that the first command names, once for each further command.
+    /// Writes all buffers to the region in the first command, once for each further command.
     fn write(&self, nixl: &Nixl, out: &mut Output) -> Result<(), Failure> {
         let mut commands = std::io::stdin().lines();
         let mut next =
@@ -262,5 +266,5 @@ fn encoded(bytes: &[u8]) -> String {
 fn decoded(text: &str) -> Result<Vec<u8>, Failure> {
     let digits = |at: usize| text.get(at..at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok());
     let bytes: Option<Vec<u8>> = (0..text.len()).step_by(2).map(digits).collect();
-    bytes.ok_or_else(|| Failure::Environment(format!("not a text of bytes: {text}")))
+    bytes.ok_or_else(|| Failure::Environment(format!("not a hexadecimal string: {text}")))
 }

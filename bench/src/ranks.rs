@@ -1,4 +1,5 @@
-//! `remanent-bench ranks`: replicas on several GPUs, one process for each, that open together and compare their pages.
+//! `remanent-bench ranks` measures how fast replicas on several GPUs, one process per GPU, open together and compare
+//! their pages.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -23,18 +24,18 @@ use crate::room::{self, BenchStop, Room, size};
 use crate::{Common, Measure, transfer};
 
 const EXAMPLES: &str = "\
-Needs the library NCCL and one GPU for each rank, from GPU 0 on. Each rank is a process with its own copy of the \
-store. First, rank 0 opens its store alone. Then all ranks open at the same time, and each loads everything. Finally, \
-each rank loads a share, and the shares are exchanged between the GPUs. Rates are the bytes of one replica divided by \
-the time of the slowest rank. NVLink multicast is off (NCCL_NVLS_ENABLE=0) unless the variable is set.
+Requires the NCCL library and one GPU per rank, starting with GPU 0. Each rank is a process with its own copy of the \
+store. First, rank 0 opens its store alone. Then all ranks open concurrently, and each loads all pages. Finally, each \
+rank loads a share, and the GPUs exchange the shares. Rates are the size of one replica divided by the time of the \
+slowest rank. NVLink multicast is disabled (NCCL_NVLS_ENABLE=0) unless the environment variable is set.
 
 Examples:
   remanent-bench ranks /dev/shm --bytes 8GiB --device host
   remanent-bench ranks /mnt/fast --bytes 4GiB --cold --device host";
 
-/// The time limit of the ranks.
+/// The time limit of exchanges between ranks.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The number of exchanges that are timed together.
+/// The number of exchanges in one measurement.
 const EXCHANGES: u32 = 10;
 
 /// Opens and comparisons of replicas on several GPUs
@@ -55,7 +56,7 @@ pub struct RanksBench {
     /// Drop the files from the page cache before each open
     #[arg(long)]
     cold: bool,
-    /// Exchange pages even if the link is slow
+    /// Exchange pages even if the link between the GPUs is slow
     #[arg(long)]
     always: bool,
 }
@@ -69,7 +70,7 @@ impl Measure for RanksBench {
         if self.page_len.0 < 8 || !self.page_len.0.is_multiple_of(8) || self.page_len.0 > self.bytes.0 {
             let len = self.page_len;
             return Err(Failure::Environment(format!(
-                "--page-len {len} is not a multiple of 8 up to --bytes"
+                "--page-len {len} must be a multiple of 8 and at most --bytes"
             )));
         }
         Ok(())
@@ -144,7 +145,7 @@ impl Measure for RanksBench {
     }
 }
 
-/// The two numbers with which a rank answers a command. Both are 0 if the command has no result.
+/// The two numbers in the answer of a rank to a command. Both are 0 if the command has no result.
 type Answer = (f64, f64);
 
 fn slowest(answers: &[Answer]) -> f64 {
@@ -163,7 +164,7 @@ struct Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // Fails if the process has ended.
+        // These calls fail if the process has already ended.
         let _is_over = self.child.kill();
         let _is_over = self.child.wait();
     }
@@ -196,13 +197,14 @@ impl Ranks {
         self.0[rank].answer()
     }
 
-    /// Sends a command to all ranks, then waits for all answers.
+    /// Sends a command to all ranks, and then waits for all answers.
     fn all(&mut self, command: &str) -> Result<Vec<Answer>, BenchStop> {
         self.0.iter_mut().try_for_each(|worker| worker.send(command))?;
         self.0.iter_mut().map(Worker::answer).collect()
     }
 
-    /// Ends the processes, and waits for them. All ranks must end together, because NCCL waits for the others.
+    /// Stops the processes and waits until they have ended. All ranks must stop together, because NCCL waits for the
+    /// other ranks.
     fn end(mut self) -> Result<(), BenchStop> {
         self.0.iter_mut().try_for_each(|worker| worker.send("end"))?;
         for worker in &mut self.0 {
@@ -264,18 +266,19 @@ struct State<'w> {
 }
 
 impl RankWorker {
-    /// Executes the commands until the input ends.
+    /// Executes commands until standard input ends.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let (device, _) = room::open_device(DeviceChoice::Cuda(self.rank))?;
         let nccl = Nccl::load().map_err(engine_failure)?;
         let mut state =
             State { worker: self, nccl, device, communicator: None, store: None, page_len: 0, pages: 0 };
         for command in std::io::stdin().lines() {
-            let command = command.map_err(|error| Failure::Environment(format!("no command: {error}")))?;
+            let command =
+                command.map_err(|error| Failure::Environment(format!("cannot read a command: {error}")))?;
             if command == "end" {
                 break;
             }
-            let answer = state.follow(&command).map_err(|stop| match stop {
+            let answer = state.execute(&command).map_err(|stop| match stop {
                 BenchStop::Failed(failure) => failure,
                 BenchStop::Interrupted => Failure::Environment("interrupted".to_owned()),
             })?;
@@ -287,7 +290,7 @@ impl RankWorker {
 }
 
 impl State<'_> {
-    fn follow(&mut self, command: &str) -> Result<String, BenchStop> {
+    fn execute(&mut self, command: &str) -> Result<String, BenchStop> {
         let words: Vec<&str> = command.split(' ').collect();
         let (one, other) = match words[..] {
             ["id"] => {
@@ -304,8 +307,9 @@ impl State<'_> {
                 (0.0, 0.0)
             }
             ["create", bytes, page_len] => {
-                let number =
-                    |text: &str| text.parse().map_err(|_| Failure::Environment(format!("no number: {text}")));
+                let number = |text: &str| {
+                    text.parse().map_err(|_| Failure::Environment(format!("not a number: {text}")))
+                };
                 self.create(number(bytes)?, number(page_len)?)?;
                 (0.0, 0.0)
             }
@@ -342,7 +346,7 @@ impl State<'_> {
         self.communicator.as_ref().expect("joined before")
     }
 
-    /// Creates the store, with the same contents on all ranks.
+    /// Creates the store. Its contents are the same on all ranks.
     fn create(&mut self, bytes: u64, page_len: u64) -> Result<(), BenchStop> {
         (self.page_len, self.pages) = (page_len, bytes / page_len);
         let store = Store::open_on(disk(&self.worker.dir), self.device.clone(), room::options())?;
@@ -359,7 +363,7 @@ impl State<'_> {
         Ok(store.close()?)
     }
 
-    /// Opens the store. Returns the time and the number of bytes that other ranks sent.
+    /// Opens the store. Returns the time in seconds and the number of bytes received from other ranks.
     fn open(&mut self, gather: Option<GatherMode>) -> Result<Answer, BenchStop> {
         let options = room::options();
         let options = match gather {
@@ -371,7 +375,7 @@ impl State<'_> {
         let took = started.elapsed().as_secs_f64();
         let report = store.recovered().gather.clone();
         if let Some(reason) = report.as_ref().and_then(|report| report.stopped.as_ref()) {
-            return Err(Failure::Environment(format!("nothing was exchanged: {reason}")).into());
+            return Err(Failure::Environment(format!("the ranks exchanged no pages: {reason}")).into());
         }
         for page in [0, self.pages / 2, self.pages - 1] {
             if store.read_to_vec(PageId(page + 1))? != content(page, self.page_len) {
@@ -382,7 +386,7 @@ impl State<'_> {
         Ok((took, report.map_or(0.0, |report| report.received_bytes as f64)))
     }
 
-    /// Returns the times of an all-gather to 1 GiB and of a broadcast of 1 GiB.
+    /// Returns the times in seconds of an all-gather of 1 GiB and of a broadcast of 1 GiB.
     fn rates(&self) -> Result<Answer, BenchStop> {
         let memory = tempfile::tempdir_in(&self.worker.dir)?;
         let store = Store::open_on(disk(&memory.path().join("store")), self.device.clone(), room::options())?;
@@ -392,7 +396,7 @@ impl State<'_> {
         let own = u64::from(communicator.rank()) * len;
         let (part, whole) = (all.part(own..own + len)?, all.part(0..len * u64::from(communicator.ranks()))?);
         let time = |run: &dyn Fn() -> remanent::Result<()>| -> remanent::Result<f64> {
-            run()?; // makes the connections
+            run()?; // Establishes the connections.
             let started = Instant::now();
             for _ in 0..EXCHANGES {
                 run()?;

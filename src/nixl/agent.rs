@@ -1,4 +1,4 @@
-//! Agents: the endpoints of transfers.
+//! Agents, the endpoints of transfers.
 
 use std::ffi::{CStr, CString, c_char};
 use std::fmt;
@@ -15,10 +15,10 @@ use super::transfer::{Operation, Transfer};
 use crate::error::Error;
 use crate::error::{NixlError, Result};
 
-/// An endpoint of transfers with other agents. Clones refer to the same agent, and any thread may use them.
+/// An endpoint of transfers to and from other agents. Clones refer to the same agent. Any thread may use an agent.
 ///
-/// An agent belongs to the process that created it. In a forked child, its calls return [`Error::Forked`], and dropping
-/// it frees nothing.
+/// An agent belongs to the process that created it. In a forked child, its methods return [`Error::Forked`], and
+/// dropping it frees nothing.
 #[derive(Clone)]
 pub struct Agent(Arc<Endpoint>);
 
@@ -27,14 +27,14 @@ impl Agent {
         Ok(Self(Arc::new(Endpoint::create(library, options)?)))
     }
 
-    /// Returns the name of the agent: the given name and a random part.
+    /// Returns the name of the agent: the name in its options, followed by a random part.
     #[must_use]
     pub fn name(&self) -> &str {
         self.0.name()
     }
 
-    /// Returns the metadata that peers need to reach this agent and its registered memory. Memory that is registered
-    /// later needs newer metadata.
+    /// Returns the metadata that a peer needs to reach this agent and its registered memory. After more memory was
+    /// registered, peers must load the metadata again to access it.
     ///
     /// # Errors
     /// [`NixlError::Failed`]; [`Error::Forked`].
@@ -49,7 +49,8 @@ impl Agent {
         Ok(Metadata { library: self.0.library().version(), agent: self.0.name().to_owned(), blob }.to_bytes())
     }
 
-    /// Loads the metadata of another agent. Newer metadata of the same agent add its newly registered memory.
+    /// Loads the metadata of another agent. Newer metadata of an agent that was already loaded adds its newly
+    /// registered memory.
     ///
     /// # Errors
     /// [`NixlError::InvalidMetadata`], [`NixlError::OtherPeerVersion`], [`NixlError::Failed`]; [`Error::Forked`].
@@ -58,7 +59,7 @@ impl Agent {
         let metadata = Metadata::from_bytes(metadata)?;
         metadata.check_version(self.0.library().version())?;
         if metadata.agent == self.0.name() {
-            return Err(NixlError::InvalidMetadata { reason: "they are the agent's own" }.into());
+            return Err(NixlError::InvalidMetadata { reason: "they are the metadata of this agent" }.into());
         }
         let mut name: *mut c_char = std::ptr::null_mut();
         let blob = metadata.blob;
@@ -69,12 +70,14 @@ impl Agent {
         // SAFETY: the library returned a string that ends with a zero byte.
         let raw_name = unsafe { CStr::from_ptr(name.0.cast()) }.to_owned();
         if raw_name.as_bytes() != metadata.agent.as_bytes() {
-            return Err(NixlError::InvalidMetadata { reason: "they contain two names" }.into());
+            return Err(
+                NixlError::InvalidMetadata { reason: "they contain two different agent names" }.into()
+            );
         }
         Ok(Peer { name: metadata.agent, raw_name })
     }
 
-    /// Forgets a peer. Its metadata can be loaded again.
+    /// Unloads the metadata of a peer. The metadata can be loaded again.
     ///
     /// # Errors
     /// [`NixlError::Failed`]; [`Error::Forked`].
@@ -85,7 +88,7 @@ impl Agent {
         forgotten.map(|_| ()).map_err(|fault| self.0.failed(fault))
     }
 
-    /// Returns this agent as a peer, for transfers between memory and files of this process.
+    /// Returns this agent as a peer, for transfers within this process, for example between memory and a file.
     #[must_use]
     pub fn itself(&self) -> Peer {
         let name = self.0.name().to_owned();
@@ -93,12 +96,12 @@ impl Agent {
         Peer { name, raw_name }
     }
 
-    /// Registers memory for transfers. The returned [`Region`] holds the memory.
+    /// Registers memory for transfers. The returned [`Region`] keeps the memory alive.
     ///
     /// # Errors
-    /// [`NixlError::UnsupportedMemory`]; [`NixlError::OutOfRegion`] for memory without bytes; [`NixlError::Failed`];
-    /// [`Error::Unavailable`] for memory without an address; [`Error::Refused`] for [`DeviceBytes`] in which a page is
-    /// stored; [`Error::Forked`]. The memory is then dropped.
+    /// [`NixlError::UnsupportedMemory`]; [`NixlError::OutOfRegion`] if the memory is empty; [`NixlError::Failed`];
+    /// [`Error::Unavailable`] if the memory has no address; [`Error::Refused`] for [`DeviceBytes`] in which a page is
+    /// stored; [`Error::Forked`]. After an error, the memory is dropped.
     ///
     /// [`DeviceBytes`]: crate::device::DeviceBytes
     pub fn register<M: Memory>(&self, memory: M) -> Result<Region<M>> {
@@ -106,8 +109,8 @@ impl Agent {
         Region::register(&self.0, memory)
     }
 
-    /// Starts to write ranges of this agent to ranges of a peer. The ranges of a pair have the same length.
-    /// If `notification` is given, the peer receives it after the bytes.
+    /// Starts writing ranges of this agent to ranges of a peer. Both ranges of a pair must have the same length. If
+    /// `notification` is given, the peer receives it after the bytes.
     ///
     /// # Errors
     /// [`NixlError::InvalidTransfer`], [`NixlError::Failed`]; [`Error::Forked`].
@@ -120,11 +123,11 @@ impl Agent {
         Transfer::start(&self.0, peer, Operation::Write, ranges, notification)
     }
 
-    /// Starts to read ranges of a peer into ranges of this agent. The ranges of a pair have the same length.
-    /// If `notification` is given, the peer receives it after the bytes were read.
+    /// Starts reading ranges of a peer into ranges of this agent. Both ranges of a pair must have the same length. If
+    /// `notification` is given, the peer receives it after the bytes were read.
     ///
-    /// Over TCP, a peer that disappears in a read can crash the process that owns the memory. Let the owner write
-    /// instead if that may happen.
+    /// Over TCP, a peer that disappears during a read can crash the process that owns the memory. If this is a risk,
+    /// let the owner write instead.
     ///
     /// # Errors
     /// [`NixlError::InvalidTransfer`], [`NixlError::Failed`]; [`Error::Forked`].
@@ -137,7 +140,7 @@ impl Agent {
         Transfer::start(&self.0, peer, Operation::Read, ranges, notification)
     }
 
-    /// Sends a message to a peer. The order of messages is not guaranteed.
+    /// Sends a message to a peer. Messages may arrive in any order.
     ///
     /// # Errors
     /// [`NixlError::Failed`]; [`Error::Forked`].
@@ -152,8 +155,8 @@ impl Agent {
         Ok(())
     }
 
-    /// Returns the messages that have arrived since the previous call, without waiting for more. Messages between a
-    /// [`PageClient`](super::PageClient) and a [`PageServer`](super::PageServer) are not among them.
+    /// Returns the messages that have arrived since the previous call, without waiting. Excludes messages between a
+    /// [`PageClient`](super::PageClient) and a [`PageServer`](super::PageServer).
     ///
     /// # Errors
     /// [`NixlError::Failed`]; [`Error::Forked`].
@@ -166,7 +169,7 @@ impl Agent {
         self.0.take(|message| Message::is_request(&message.bytes))
     }
 
-    /// Returns the answers of a page server that have arrived.
+    /// Returns the answers of the page server `server` that have arrived.
     pub(super) fn take_answers(&self, server: &Peer) -> Result<Vec<Notification>> {
         self.0.take(|message| {
             let is_answer = message.bytes.starts_with(&MAGIC) && !Message::is_request(&message.bytes);

@@ -1,4 +1,4 @@
-//! Fetching pages from the server of another process or host.
+//! Fetches pages from the server of another process or host.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -14,33 +14,33 @@ use super::transfer::pause;
 use crate::base::allocation::make_room;
 use crate::error::{Error, NixlError, Result};
 
-/// The number of pages for which a client has room at a time.
+/// Number of pages in flight at a time, each with a slot in the buffer.
 const SLOTS: u64 = 4;
-/// The number of bytes that are verified while they are in the processor's cache.
+/// Number of bytes that are copied and then verified while they are in the processor cache.
 const PIECE: usize = 256 << 10;
-/// How often a page is fetched whose bytes do not match their checksum.
+/// Maximum number of attempts to fetch a page whose bytes do not match the checksum.
 const ATTEMPTS: u32 = 3;
-/// How often pages are fetched that change before all of them have arrived.
+/// Maximum number of rounds in which pages that changed are fetched again.
 const ROUNDS: u32 = 16;
 
 /// A page that was fetched and verified.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FetchedPage {
-    /// The id of the page in the server's store.
+    /// Id of the page in the store of the server.
     pub page: PageId,
-    /// The version of the page.
+    /// Version of the page.
     pub epoch: Epoch,
-    /// The batch that last changed or moved the page.
+    /// Lsn of the batch that last changed or moved the page.
     pub lsn: Lsn,
-    /// The bytes of the page.
+    /// Contents of the page.
     pub bytes: Vec<u8>,
 }
 
 /// Fetches pages from a [`PageServer`](super::PageServer) of another process or host.
 ///
-/// One client may use an agent at a time. Each page arrives with its epoch and checksum. A page whose bytes do not match
-/// the checksum is fetched again.
+/// An agent can be used by one client at a time. Each page arrives with its epoch and checksum. If the bytes do not
+/// match the checksum, the client fetches the page again.
 ///
 /// ```no_run
 /// use remanent::PageId;
@@ -60,28 +60,29 @@ pub struct PageClient {
     server: Peer,
     buffer: HostBuffer,
     target: Region<HostBuffer>,
-    /// The longest page that can be fetched, in bytes.
+    /// Maximum length of a page in bytes.
     page_len_max: u64,
-    /// The number of the newest request. The first one is random, so no late answer to an earlier client matches.
+    /// Number of the newest request. The first number is random, so that a late answer to an earlier client does not
+    /// match.
     newest: u64,
-    /// Whether the server was given up.
+    /// Whether the client no longer uses the server, because a call failed or timed out.
     is_lost: bool,
-    /// Whether a call that fetches pages has not ended, so that bytes may still arrive at any place of the buffer.
+    /// Whether a call that fetches pages has not ended. Bytes may then still arrive anywhere in the buffer.
     is_fetching: bool,
 }
 
 /// A request that was not answered yet.
 struct Pending {
-    /// The index of the page in the caller's list.
+    /// Index of the page in the caller's list.
     index: usize,
-    /// The part of the buffer to which the server writes.
+    /// Slot of the buffer to which the server writes.
     slot: u64,
     attempt: u32,
 }
 
 impl PageClient {
-    /// Connects to the server whose agent returned `metadata`, and waits for its answer. Pages may have up to
-    /// `page_len_max` bytes; the client allocates memory for four of them.
+    /// Connects to the server whose agent returned `metadata`, and waits for its answer. Pages may be up to
+    /// `page_len_max` bytes long. The client allocates memory for four pages of this length.
     ///
     /// # Errors
     /// [`NixlError::InvalidMetadata`], [`NixlError::OtherPeerVersion`]; [`NixlError::TimedOut`] if the server does not
@@ -107,7 +108,7 @@ impl PageClient {
             metadata: client.agent.metadata()?,
             target: client.target.describe().to_bytes(),
         };
-        match client.ask(&hello)? {
+        match client.exchange(&hello)? {
             Message::Welcome { .. } => Ok(client),
             other => Err(client.unexpected(&other)),
         }
@@ -116,15 +117,16 @@ impl PageClient {
     /// Fetches the newest version of a page.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`] if the server's store has no such page; [`NixlError::Refused`], [`NixlError::Corrupted`],
-    /// [`NixlError::TimedOut`], [`NixlError::Lost`], [`NixlError::Failed`]; [`Error::OutOfMemory`], [`Error::Forked`].
+    /// [`Error::UnknownPage`] if the page does not exist in the store of the server; [`NixlError::Refused`],
+    /// [`NixlError::Corrupted`], [`NixlError::TimedOut`], [`NixlError::Lost`], [`NixlError::Failed`];
+    /// [`Error::OutOfMemory`], [`Error::Forked`].
     pub fn fetch(&mut self, page: PageId) -> Result<FetchedPage> {
         let mut fetched = None;
         self.fetch_named(&[PageName::Id(page)], &mut |_, page| fetched = Some(page))?;
         fetched.ok_or(Error::UnknownPage { page })
     }
 
-    /// Fetches the newest version of the page with this key. Returns `None` if the server's store has no such page.
+    /// Fetches the newest version of the page with key `key`. Returns `None` if the page does not exist.
     ///
     /// # Errors
     /// Same as [`PageClient::fetch`].
@@ -134,9 +136,9 @@ impl PageClient {
         Ok(fetched)
     }
 
-    /// Fetches the newest version of each of the pages, and calls `each` with each page and its index in the list. The
-    /// order is not specified, and versions may be of different batches. Pages that the server's store does not have
-    /// are left out.
+    /// Fetches the newest version of each page in `pages`, and calls `each` with the index of the page in `pages` and
+    /// the fetched page. The order is unspecified, and the versions may belong to different batches. Pages that do not
+    /// exist in the store of the server are skipped.
     ///
     /// # Errors
     /// Same as [`PageClient::fetch`].
@@ -145,11 +147,11 @@ impl PageClient {
         self.fetch_named(&names, &mut each)
     }
 
-    /// Fetches pages in their state after one batch, and returns the Lsn of that batch. A page that changes meanwhile
-    /// is detected by its epoch and fetched again.
+    /// Fetches `pages` in a state after one batch, and returns the Lsn of that batch. Pages that change during the call
+    /// are detected by their epochs and fetched again.
     ///
     /// # Errors
-    /// [`NixlError::Unsettled`] if the pages change faster than they are fetched; otherwise as
+    /// [`NixlError::Unsettled`] if the pages change faster than they can be fetched. Otherwise, the same as
     /// [`PageClient::fetch`].
     pub fn fetch_state(&mut self, pages: &[PageId]) -> Result<(Lsn, Vec<FetchedPage>)> {
         let mut fetched: Vec<Option<FetchedPage>> = vec![None; pages.len()];
@@ -175,19 +177,20 @@ impl PageClient {
         Err(NixlError::Unsettled { peer, pages: stale.len(), rounds: ROUNDS }.into())
     }
 
-    /// Returns the newest versions of pages in the server's store, and the batch after which they are.
+    /// Returns the newest versions of pages in the store of the server, and the Lsn of the last batch that they
+    /// contain.
     fn versions(&mut self, pages: &[PageId]) -> Result<(Lsn, Vec<Epoch>)> {
-        let asked = Message::Ask { id: self.number(), pages: pages.to_vec() };
-        match self.ask(&asked)? {
+        let request = Message::Ask { id: self.number(), pages: pages.to_vec() };
+        match self.exchange(&request)? {
             Message::Versions { lsn, epochs, .. } if epochs.len() == pages.len() => Ok((lsn, epochs)),
             other => Err(self.unexpected(&other)),
         }
     }
 
-    /// Fetches the named pages. Pages that do not exist are left out.
+    /// Fetches the named pages. Skips pages that do not exist.
     fn fetch_named(&mut self, names: &[PageName], each: &mut dyn FnMut(usize, FetchedPage)) -> Result<()> {
         if std::mem::replace(&mut self.is_fetching, true) {
-            self.lose();
+            self.abandon_server();
         }
         let mut todo: VecDeque<(usize, u32)> = (0..names.len()).map(|index| (index, 1)).collect();
         let mut slots: Vec<u64> = (0..SLOTS).collect();
@@ -203,7 +206,7 @@ impl PageClient {
                 };
                 let (id, offset) = (self.number(), slot * self.page_len_max);
                 let name = names[index].clone();
-                // A request that may have been sent is waited for.
+                // The request may have been sent even if sending fails, so its answer is expected.
                 pending.insert(id, Pending { index, slot, attempt });
                 self.send(&Message::Fetch { id, name, offset, len: self.page_len_max })?;
             }
@@ -220,17 +223,17 @@ impl PageClient {
                     Err(Error::Nixl(error))
                         if matches!(*error, NixlError::Corrupted { .. }) && attempt < ATTEMPTS =>
                     {
-                        tracing::warn!(%error, attempt, "a page is fetched again");
+                        tracing::warn!(%error, attempt, "fetching a page again");
                         todo.push_back((index, attempt + 1));
                     }
-                    // The other requests are still answered, because their bytes arrive in any case.
+                    // The other requests are still awaited, because their bytes arrive in any case.
                     Err(error) => failure = failure.or(Some(error)),
                 }
             }
         }
     }
 
-    /// Verifies a page that has arrived. Returns `None` if it does not exist.
+    /// Verifies a page that has arrived. Returns `None` if the page does not exist.
     fn arrived(&self, answer: &Message, slot: u64) -> Result<Option<FetchedPage>> {
         let peer = || self.server.name().to_owned();
         let (version, lsn, len, crc) = match answer {
@@ -239,7 +242,10 @@ impl PageClient {
             }
             Message::Refused { refusal: Refusal::Unknown, .. } => return Ok(None),
             Message::Refused { refusal: Refusal::TooLong(len), .. } => {
-                let reason = format!("it has {len} bytes, and the client has room for {}", self.page_len_max);
+                let reason = format!(
+                    "it is {len} bytes long, but the client accepts at most {} bytes",
+                    self.page_len_max
+                );
                 return Err(NixlError::Refused { peer: peer(), reason }.into());
             }
             Message::Refused { refusal: Refusal::Failed(reason), .. } => {
@@ -247,7 +253,7 @@ impl PageClient {
             }
             other => return Err(self.unexpected(other)),
         };
-        // Each piece is copied before it is verified, so that no later write of the peer changes it.
+        // Each piece is copied before it is verified, so that a later write of the peer cannot change it.
         let (len, mut bytes, mut computed) = (len as usize, Vec::new(), crc32fast::Hasher::new());
         make_room(&mut bytes, len)?;
         while bytes.len() < len {
@@ -263,14 +269,14 @@ impl PageClient {
         Ok(Some(FetchedPage { page, epoch, lsn, bytes }))
     }
 
-    /// Returns the number for a new request.
+    /// Returns a number for a new request.
     fn number(&mut self) -> u64 {
         self.newest = self.newest.wrapping_add(1);
         self.newest
     }
 
     /// Sends a request and waits for its answer.
-    fn ask(&mut self, request: &Message) -> Result<Message> {
+    fn exchange(&mut self, request: &Message) -> Result<Message> {
         self.send(request)?;
         let mut answers = self.answers(|answer| answer.id() == request.id())?;
         Ok(answers.swap_remove(0))
@@ -281,18 +287,18 @@ impl PageClient {
             return Err(NixlError::Lost { peer: self.server.name().to_owned() }.into());
         }
         let sent = self.agent.notify(&self.server, &request.to_bytes());
-        sent.inspect_err(|_| self.lose())
+        sent.inspect_err(|_| self.abandon_server())
     }
 
-    /// Waits for at least one answer that is expected. Other answers are discarded: they belong to calls that failed.
+    /// Waits for at least one expected answer. Discards other answers, which belong to calls that have failed.
     fn answers(&mut self, is_expected: impl Fn(&Message) -> bool) -> Result<Vec<Message>> {
         let (started, limit) = (Instant::now(), self.agent.timeout());
         loop {
             let mut answers = Vec::new();
             let received = self.agent.take_answers(&self.server);
-            for received in received.inspect_err(|_| self.lose())? {
+            for received in received.inspect_err(|_| self.abandon_server())? {
                 let answer = Message::from_bytes(&received.peer, &received.bytes);
-                let answer = answer.inspect_err(|_| self.lose())?;
+                let answer = answer.inspect_err(|_| self.abandon_server())?;
                 answers.extend(Some(answer).filter(|answer| is_expected(answer)));
             }
             if !answers.is_empty() {
@@ -300,7 +306,7 @@ impl PageClient {
             }
             let waited = started.elapsed();
             if waited >= limit {
-                self.lose();
+                self.abandon_server();
                 let (agent, peer) = (self.agent.name().to_owned(), self.server.name().to_owned());
                 return Err(NixlError::TimedOut { agent, peer, waited: limit }.into());
             }
@@ -308,8 +314,8 @@ impl PageClient {
         }
     }
 
-    /// Gives the server up. If bytes may still arrive, the buffer stays registered for the lifetime of the process.
-    fn lose(&mut self) {
+    /// Stops using the server. If bytes may still arrive, the buffer stays registered for the lifetime of the process.
+    fn abandon_server(&mut self) {
         if !std::mem::replace(&mut self.is_lost, true)
             && self.is_fetching
             && let Ok(range) = self.target.range(0, 1)
@@ -319,7 +325,7 @@ impl PageClient {
     }
 
     fn unexpected(&self, answer: &Message) -> Error {
-        tracing::debug!(?answer, server = self.server.name(), "an unexpected answer");
+        tracing::debug!(?answer, server = self.server.name(), "received an unexpected answer");
         NixlError::InvalidMetadata { reason: "the answer belongs to another request" }.into()
     }
 }
@@ -327,17 +333,17 @@ impl PageClient {
 impl Drop for PageClient {
     fn drop(&mut self) {
         if self.is_fetching {
-            self.lose();
+            self.abandon_server();
         }
         let goodbye = Message::Goodbye { id: self.number() };
         if !self.is_lost
             && let Err(error) = self.send(&goodbye)
         {
-            tracing::debug!(%error, "a server was not told that its client ends");
+            tracing::debug!(%error, "cannot notify a server of the end of its client");
         }
         // Fails in a forked child, where nothing may be changed.
         if let Err(error) = self.agent.forget_peer(&self.server) {
-            tracing::debug!(%error, "the metadata of a server stay loaded");
+            tracing::debug!(%error, "cannot unload the metadata of a server");
         }
     }
 }

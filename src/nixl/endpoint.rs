@@ -1,4 +1,4 @@
-//! The library's side of an agent: its handle, its backends and its messages.
+//! The handle, backends and received messages of an agent.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::time::Duration;
@@ -8,10 +8,10 @@ use crate::base::process::Process;
 use crate::base::sync::Mutex;
 use crate::error::{Error, IoAction, IoObject, NixlError, Result};
 
-/// The time limit of transfers, unless another one is set.
+/// The default time limit of transfers.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The longest name of an agent before its random part, and the longest name or value of a parameter, in bytes.
+/// Maximum length in bytes of an agent name without its random part, and of the name or value of a parameter.
 const NAME_LEN_MAX: usize = 64;
 const PARAM_LEN_MAX: usize = 4096;
 
@@ -24,21 +24,21 @@ pub struct AgentOptions {
 }
 
 impl AgentOptions {
-    /// Returns the settings of an agent with a name of up to 64 bytes, the backend [`Backend::ucx`], and a time limit
-    /// of 30 seconds.
+    /// Creates options with the given name, up to 64 bytes long, the backend [`Backend::ucx`], and a time limit of 30
+    /// seconds.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self { name: name.into(), backends: vec![Backend::ucx()], timeout: TIMEOUT }
     }
 
-    /// Sets the backends. Memory is registered with each backend that supports it.
+    /// Sets the backends. Memory is registered with each backend that supports its kind.
     #[must_use]
     pub fn backends(mut self, backends: impl IntoIterator<Item = Backend>) -> Self {
         self.backends = backends.into_iter().collect();
         self
     }
 
-    /// Sets how long a transfer may take. Default: 30 seconds.
+    /// Sets the time limit of transfers. The default is 30 seconds.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -46,7 +46,7 @@ impl AgentOptions {
     }
 }
 
-/// A plug-in of the library that moves bytes.
+/// A plug-in of NIXL that transfers bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Backend {
     plugin: String,
@@ -54,26 +54,26 @@ pub struct Backend {
 }
 
 impl Backend {
-    /// Returns the backend between processes and hosts. UCX selects shared memory, TCP or RDMA, as its variables permit
-    /// (`UCX_TLS`, `UCX_NET_DEVICES`).
+    /// Returns the backend for transfers between processes and hosts. UCX selects shared memory, TCP or RDMA within the
+    /// limits of its environment variables, for example `UCX_TLS` and `UCX_NET_DEVICES`.
     #[must_use]
     pub fn ucx() -> Self {
         Self::plugin("UCX")
     }
 
-    /// Returns the backend between memory and files of this host.
+    /// Returns the backend for transfers between memory and files of this host.
     #[must_use]
     pub fn posix() -> Self {
         Self::plugin("POSIX")
     }
 
-    /// Returns the backend of another plug-in.
+    /// Returns the backend of the plug-in with this name.
     #[must_use]
     pub fn plugin(name: impl Into<String>) -> Self {
         Self { plugin: name.into(), params: Vec::new() }
     }
 
-    /// Sets a parameter of the plug-in. The library ignores parameters that the plug-in does not know.
+    /// Sets a parameter of the plug-in. NIXL ignores parameters that the plug-in does not define.
     #[must_use]
     pub fn param(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
         self.params.push((name.into(), value.into()));
@@ -81,18 +81,18 @@ impl Backend {
     }
 }
 
-/// The parts of an agent, which is destroyed on drop.
+/// The state of an agent. Dropping it destroys the agent.
 pub(super) struct Endpoint {
     library: &'static Library,
     name: String,
     raw: RawAgent,
     opener: Process,
     timeout: Duration,
-    /// Notifications that were received and not yet returned.
+    /// Notifications that were received and not returned yet.
     inbox: Mutex<Vec<Notification>>,
 }
 
-/// A handle of the library's agent.
+/// A handle to an agent of the library.
 struct RawAgent(Raw);
 
 // SAFETY: the library accepts calls of an agent with strict synchronization on any thread.
@@ -100,7 +100,7 @@ unsafe impl Send for RawAgent {}
 // SAFETY: the same.
 unsafe impl Sync for RawAgent {}
 
-/// Another agent, whose metadata were loaded. Returned by [`Agent::load_peer`](super::Agent::load_peer).
+/// Another agent whose metadata was loaded. Returned by [`Agent::load_peer`](super::Agent::load_peer).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
     pub(super) name: String,
@@ -108,7 +108,7 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// Returns the name of the peer's agent.
+    /// Returns the name of the agent.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
@@ -123,7 +123,7 @@ impl Peer {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Notification {
-    /// The name of the agent that sent the message.
+    /// Name of the agent that sent the message.
     pub peer: String,
     /// The message.
     pub bytes: Vec<u8>,
@@ -137,8 +137,8 @@ impl Endpoint {
     pub fn create(library: &'static Library, options: &AgentOptions) -> Result<Self> {
         let AgentOptions { name, backends, timeout } = options;
         checked("agent name", name, NAME_LEN_MAX)?;
-        // Two agents with the same name cannot reach each other, and a peer takes a restarted agent with its previous
-        // name for the previous one.
+        // Two agents with the same name cannot reach each other. A peer would also mistake a restarted agent for the
+        // previous one of the same name.
         let name = format!("{name}-{:016x}", random()?);
         let raw_name = checked("agent name", &name, usize::MAX)?;
         let config = AgentConfig::shared();
@@ -172,7 +172,7 @@ impl Endpoint {
         self.timeout
     }
 
-    /// Returns the handle for a call of the library.
+    /// Returns the handle for a call to the library.
     ///
     /// # Errors
     /// `Forked`.
@@ -180,7 +180,7 @@ impl Endpoint {
         self.opener.check().map(|()| self.raw.0)
     }
 
-    /// Returns the error for a call of this agent.
+    /// Converts a failed call of this agent to an error.
     pub fn failed(&self, fault: Fault) -> Error {
         fault.of_agent(&self.name).into()
     }
@@ -204,18 +204,18 @@ impl Endpoint {
         let create =
             // SAFETY: the agent and the parameters are live, and the name ends with a zero byte.
             |backend: *mut Raw| unsafe { library.create_backend(agent, plugin.as_ptr(), params, backend) };
-        // Only the handle is freed here. The backend belongs to the agent.
+        // Dropping the value frees only the handle. The backend belongs to the agent.
         Owned::create(library, create, Library::destroy_backend).map_err(failed)?;
         Ok(())
     }
 
-    /// Returns the notifications that have arrived and that `select` accepts. The others stay in the inbox.
+    /// Returns the notifications that have arrived and that `select` accepts. The others remain in the inbox.
     pub fn take(&self, select: impl Fn(&Notification) -> bool) -> Result<Vec<Notification>> {
         self.receive()?;
         Ok(self.inbox.lock().extract_if(.., |message| select(message)).collect())
     }
 
-    /// Moves the notifications that have arrived to the inbox.
+    /// Moves the notifications that have arrived into the inbox.
     fn receive(&self) -> Result<()> {
         let (library, agent) = (self.library, self.raw()?);
         let failed = |fault| self.failed(fault);
@@ -256,18 +256,18 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        // A forked child must not use the parent's agent in any way.
+        // A forked child must not use the agent of its parent.
         let Ok(raw) = self.raw() else { return };
         // SAFETY: no registration and no transfer of the agent is left, except those that were leaked, and the handle
         // is not used again.
         if let Err(fault) = unsafe { self.library.destroy_agent(raw) } {
             let error = self.failed(fault);
-            tracing::warn!(%error, "an agent was not destroyed");
+            tracing::warn!(%error, "cannot destroy an agent");
         }
     }
 }
 
-/// An allocation of the library, which the caller frees.
+/// An allocation that the library returned, and that the caller frees.
 pub(super) struct Allocated(pub Raw);
 
 impl Drop for Allocated {
@@ -277,7 +277,7 @@ impl Drop for Allocated {
     }
 }
 
-/// Returns a text for the library.
+/// Converts a string for the library, after checking its length.
 ///
 /// # Errors
 /// `InvalidName`.
@@ -291,7 +291,7 @@ fn checked(what: &'static str, text: &str, limit: usize) -> Result<CString> {
 /// Returns a random number.
 pub(super) fn random() -> Result<u64> {
     let mut bytes = [0; 8];
-    // The system returns so few bytes at once.
+    // The system always returns this few bytes in one call.
     rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty())
         .map_err(|errno| Error::system(IoAction::Draw, IoObject::Randomness, errno.into()))?;
     Ok(u64::from_le_bytes(bytes))

@@ -1,4 +1,4 @@
-//! The loaded library: the functions of its C interface, looked up together, and its version.
+//! Loads the library, looks up the functions of its C interface, and determines its version.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::Path;
@@ -9,15 +9,15 @@ use super::search::{Places, version_of_wheel};
 use super::version::Version;
 use crate::error::NixlError;
 
-/// The supported version. The C interface changed before and after it.
+/// The supported version. The C interface is different in earlier and later versions.
 const SUPPORTED: &str = "1.5";
 
-/// A function that exists since the supported version. The layout of a call differs before.
+/// A function that exists only since the supported version. Earlier versions define a function with other arguments.
 const SINCE_SUPPORTED: &str = "nixl_capi_create_remote_dlist";
-/// A function that exists only after the supported version. The layout of [`AgentConfig`] differs then.
+/// A function that exists only after the supported version. These versions have another layout of [`AgentConfig`].
 const AFTER_SUPPORTED: &str = "nixl_capi_mem_free";
 
-/// An object of the library.
+/// A handle to an object of the library.
 pub(super) type Raw = *mut c_void;
 
 /// The status of a call that succeeded.
@@ -25,7 +25,7 @@ const SUCCESS: c_int = 0;
 /// The status of a transfer that is in flight.
 const IN_FLIGHT: c_int = 1;
 
-/// Returns the meaning of a status. The library reports most failures as a failure of the backend.
+/// Returns the meaning of a status. The library reports most failures as failures of the backend.
 fn meaning(status: c_int) -> &'static str {
     match status {
         -1 => "invalid parameter",
@@ -39,14 +39,14 @@ fn meaning(status: c_int) -> &'static str {
     }
 }
 
-/// The result of a call that did not fail.
+/// The result of a successful call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Progress {
     Done,
     InFlight,
 }
 
-/// A call that failed: the name of the function and its status.
+/// A failed call: the name of the function and its status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fault {
     pub call: &'static str,
@@ -54,14 +54,14 @@ pub(super) struct Fault {
 }
 
 impl Fault {
-    /// Returns the error for a call of the named agent.
+    /// Converts the failure of a call of agent `agent` to an error.
     pub fn of_agent(self, agent: &str) -> NixlError {
         let Self { call, status } = self;
         NixlError::Failed { agent: agent.to_owned(), call, status, meaning: meaning(status) }
     }
 }
 
-/// How an agent is created: `nixl_capi_agent_config_t` of version 1.5.
+/// The configuration of an agent: `nixl_capi_agent_config_t` of version 1.5.
 #[repr(C)]
 pub(super) struct AgentConfig {
     has_progress_thread: bool,
@@ -75,8 +75,8 @@ pub(super) struct AgentConfig {
 }
 
 impl AgentConfig {
-    /// Returns the configuration of an agent that any thread may call. Its progress thread sleeps between two rounds,
-    /// because it would otherwise use a core even without transfers.
+    /// Returns the configuration of an agent that any thread may use. Its progress thread sleeps between rounds;
+    /// otherwise it would use a core even without transfers.
     pub fn shared() -> Self {
         const STRICT: c_uint = 1;
         Self {
@@ -179,14 +179,14 @@ functions! {
     destroy_notifications = "nixl_capi_destroy_notif_map" (map: Raw);
 }
 
-/// Looks up a function of the library; `F` is its signature.
+/// Looks up a function of the library. `F` is the type of its pointer.
 fn symbol<F: Copy>(handle: &Handle, name: &'static str) -> Result<F, &'static str> {
     // SAFETY: the callers name functions of NIXL's C interface with the signatures of version 1.5.
     let found = unsafe { handle.get::<F>(name.as_bytes()) };
     found.map(|function| *function).map_err(|_| name)
 }
 
-/// The library.
+/// The loaded library.
 pub(super) struct Library {
     path: String,
     version: Option<Version>,
@@ -197,7 +197,8 @@ impl Library {
     /// Loads the first library that can be loaded.
     ///
     /// # Errors
-    /// `NotFound` if none can be loaded, `MissingSymbol` or `OtherVersion` if the first one that can is not usable.
+    /// `NotFound` if no library can be loaded; `MissingSymbol` or `OtherVersion` if the loaded library is not
+    /// supported.
     pub fn open_first(places: &Places) -> Result<Self, NixlError> {
         let mut tried = Vec::new();
         for path in &places.paths {
@@ -216,7 +217,7 @@ impl Library {
         let functions = Functions::look_up(&handle);
         let exists = |name| symbol::<*const c_void>(&handle, name).is_ok();
         let (is_older, is_newer) = (!exists(SINCE_SUPPORTED), exists(AFTER_SUPPORTED));
-        // The library is never unloaded, because it may have started threads.
+        // The library is never unloaded, because its threads may be running.
         std::mem::forget(handle);
         let library = functions.as_ref().ok().and_then(path_of).unwrap_or_else(|| name.to_owned());
         let version = version_of_wheel(Path::new(&library));
@@ -227,7 +228,7 @@ impl Library {
             None => format!("newer than {SUPPORTED}"),
         };
         match functions {
-            // A library that is not NIXL lacks all functions, and an old one only some.
+            // A library other than NIXL has none of the functions. An old version of NIXL has some of them.
             Err(symbol) => Err(NixlError::MissingSymbol { library, symbol }),
             Ok(_) if is_other || is_older || is_newer => {
                 Err(NixlError::OtherVersion { library, found, supported: SUPPORTED })
@@ -236,18 +237,18 @@ impl Library {
         }
     }
 
-    /// Returns the path of the library's file.
+    /// Returns the path of the library file.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// Returns the version of the wheel that contains the library.
+    /// Returns the version of the wheel that contains the library, or `None` if it is not part of a wheel.
     pub fn version(&self) -> Option<Version> {
         self.version
     }
 }
 
-/// Returns the path of the file that contains the functions.
+/// Returns the path of the file that contains the functions, without symbolic links.
 fn path_of(functions: &Functions) -> Option<String> {
     let address = functions.create_agent as *const c_void;
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
@@ -266,7 +267,7 @@ fn path_of(functions: &Functions) -> Option<String> {
     Some(real.map_or(path, |real| real.to_string_lossy().into_owned()))
 }
 
-/// An object of the library that is freed on drop.
+/// A handle to an object of the library, which is freed on drop.
 pub(super) struct Owned {
     library: &'static Library,
     raw: Raw,
@@ -274,7 +275,7 @@ pub(super) struct Owned {
 }
 
 impl Owned {
-    /// Creates an object with a function that returns it.
+    /// Creates an object with `create`. `free` is called on drop.
     pub fn create(
         library: &'static Library,
         create: impl FnOnce(*mut Raw) -> Result<Progress, Fault>,
@@ -294,7 +295,7 @@ impl Drop for Owned {
     fn drop(&mut self) {
         // SAFETY: the object was created together with the function that frees it, and is not used again.
         if let Err(Fault { call, status }) = unsafe { (self.free)(self.library, self.raw) } {
-            tracing::debug!(call, status, "an object of NIXL was not freed");
+            tracing::debug!(call, status, "cannot free an object of NIXL");
         }
     }
 }

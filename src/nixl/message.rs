@@ -1,4 +1,4 @@
-//! The messages between a page client and a page server, which agents exchange as notifications.
+//! Messages between a page client and a page server. Agents exchange them as notifications.
 
 use remanent_format::{Epoch, Lsn, PageId};
 
@@ -6,11 +6,11 @@ use super::metadata::other_message_version;
 use super::wire::{Reader, Writer};
 use crate::error::NixlError;
 
-/// The start of every message. Other notifications do not start with it.
+/// The first bytes of every message. No other notification starts with them.
 pub(super) const MAGIC: [u8; 4] = *b"\0RMN";
 const VERSION: u8 = 1;
 
-/// The page of a request.
+/// The page that a client requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum PageName {
     Id(PageId),
@@ -24,40 +24,40 @@ pub(super) struct PageVersion {
     pub epoch: Epoch,
 }
 
-/// The reason for which a server sends no bytes.
+/// The reason why a server sends no page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
     /// The page does not exist.
     Unknown,
-    /// The page has this length and does not fit.
+    /// The page has this length in bytes, which exceeds the requested maximum.
     TooLong(u64),
     /// Reading the page failed.
     Failed(String),
 }
 
-/// A message.
+/// A message between a client and a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// A client introduces itself: its metadata and the region that the server writes to.
+    /// A client connects: its metadata, and the region to which the server writes.
     Hello { id: u64, metadata: Vec<u8>, target: Vec<u8> },
-    /// The server has loaded the client's metadata.
+    /// The server has loaded the metadata of the client.
     Welcome { id: u64 },
-    /// A client asks for a page, to be written at `offset` of its region, with room for `len` bytes.
+    /// A client requests a page of up to `len` bytes, to be written at `offset` of its region.
     Fetch { id: u64, name: PageName, offset: u64, len: u64 },
     /// The server has written a page. The message arrives after the bytes.
     Page { id: u64, version: PageVersion, lsn: Lsn, len: u64, crc: u32 },
-    /// The server sends no page.
+    /// The server does not send the requested page.
     Refused { id: u64, refusal: Refusal },
-    /// A client asks for the newest versions of pages.
+    /// A client requests the newest versions of pages.
     Ask { id: u64, pages: Vec<PageId> },
-    /// The versions of the pages after batch `lsn`. A page that does not exist has epoch 0.
+    /// The versions of the requested pages after batch `lsn`. A page that does not exist has epoch 0.
     Versions { id: u64, lsn: Lsn, epochs: Vec<Epoch> },
-    /// A client ends.
+    /// A client disconnects.
     Goodbye { id: u64 },
 }
 
 impl Message {
-    /// Returns the number that a client gave to the request, and the server to its answer.
+    /// Returns the number that the client assigned to the request. The answer has the same number.
     pub fn id(&self) -> u64 {
         match self {
             Message::Hello { id, .. }
@@ -71,7 +71,7 @@ impl Message {
         }
     }
 
-    /// Returns whether bytes are a message to a server. The contents are not checked.
+    /// Returns true if `bytes` are a message from a client to a server. Does not check the contents.
     pub fn is_request(bytes: &[u8]) -> bool {
         bytes.starts_with(&MAGIC) && matches!(bytes.get(5), Some(0 | 2 | 5 | 7))
     }
@@ -109,7 +109,7 @@ impl Message {
         writer.finish()
     }
 
-    /// Decodes a message of the named peer.
+    /// Decodes a message from peer `peer`.
     ///
     /// # Errors
     /// `InvalidMetadata`, `OtherPeerVersion`.
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_message_is_read_back() {
+    fn every_message_round_trips() {
         let id = 7;
         let version = PageVersion { page: PageId(3), epoch: Epoch(4) };
         let messages = [

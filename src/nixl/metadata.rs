@@ -1,21 +1,21 @@
-//! The metadata of an agent: what a peer must know to reach it. The library's metadata have no version, so these begin
-//! with one.
+//! The metadata by which a peer reaches an agent. The metadata of the library contain no version, so this encoding adds
+//! one.
 
 use super::version::Version;
 use super::wire::{Reader, Writer};
 use crate::error::NixlError;
 
-/// The kind and version of encoded metadata.
+/// The magic number and the version of the encoding.
 const MAGIC: [u8; 4] = *b"RMNm";
 const VERSION: u8 = 1;
 
 /// The metadata of an agent.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Metadata<'b> {
-    /// The version of the agent's library, if known.
+    /// Version of the agent's library, or `None` if it is unknown.
     pub library: Option<Version>,
     pub agent: String,
-    /// The library's metadata.
+    /// Metadata that the library returned.
     pub blob: &'b [u8],
 }
 
@@ -42,8 +42,8 @@ impl<'b> Metadata<'b> {
         Ok(Self { library, agent, blob })
     }
 
-    /// Checks that an agent with library version `own` can use the metadata. Libraries of different minor versions do
-    /// not always understand each other, and do not always report it.
+    /// Checks that an agent with library version `own` can use the metadata. Different minor versions of the library
+    /// are not always compatible, and do not always report this.
     ///
     /// # Errors
     /// `OtherPeerVersion`.
@@ -57,7 +57,7 @@ impl<'b> Metadata<'b> {
     }
 }
 
-/// Returns the error for a message of another version.
+/// Returns the error for a message of an unsupported version.
 pub(super) fn other_message_version(peer: &str, found: u8, own: u8) -> NixlError {
     let version = |number: u8| format!("version {number} of the messages");
     NixlError::OtherPeerVersion { peer: peer.to_owned(), found: version(found), own: version(own) }
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn metadata_are_read_back_and_compared_by_version() {
+    fn metadata_round_trip_and_versions_are_compared() {
         let of = |library| Metadata { library, agent: "a-1".to_owned(), blob: b"blob" };
         for library in [None, Some(Version(1, 5, 1))] {
             let bytes = of(library).to_bytes();

@@ -1,8 +1,8 @@
-//! Transfers of page memory between processes and hosts, by NVIDIA's library NIXL, with the feature `nixl`.
+//! Transfers page memory between processes and hosts with NVIDIA NIXL. Requires the feature `nixl`.
 //!
 //! An [`Agent`] registers memory: leased and pinned pages, device memory, host buffers and files. Two agents exchange
-//! their [metadata](Agent::metadata) as bytes, by any means. Afterwards each of them can write to the other's memory,
-//! read it, and send notifications.
+//! their [metadata](Agent::metadata) as bytes, over any channel. After that, each can write to and read from the memory
+//! of the other, and send it notifications.
 //!
 //! ```no_run
 //! use remanent::nixl::{AgentOptions, HostBuffer, Nixl, RemoteRegion};
@@ -21,23 +21,24 @@
 //! # Ok::<(), remanent::Error>(())
 //! ```
 //!
-//! A [`PageServer`] sends pages of its store to [`PageClient`]s, which verify each page when it arrives.
+//! A [`PageServer`] sends pages of its store to [`PageClient`]s, which verify each page on arrival.
 //!
-//! **Trust.** A peer that has an agent's metadata can access all memory that the agent has registered. Exchange
-//! metadata only with processes that are trusted like threads of this one.
+//! **Trust.** A peer that has the metadata of an agent can access all memory that the agent has registered. Exchange
+//! metadata only with processes that you trust as much as your own.
 //!
-//! **The process.** The library reads its variables when it is loaded. Set these before the process starts:
+//! **Environment variables.** NIXL and UCX read their variables when the library is loaded. Set these before the
+//! process starts:
 //!
 //! | variable | effect |
 //! |---|---|
-//! | `UCX_DEBUG_SIGNO=0` | UCX does not take SIGHUP over |
+//! | `UCX_DEBUG_SIGNO=0` | UCX does not install a handler for SIGHUP |
 //! | `UCX_MEM_EVENTS=n` | UCX does not replace `mmap` and related functions of the C library |
-//! | `NIXL_LOG_LEVEL=FATAL`, `UCX_LOG_LEVEL=fatal` | the library and UCX print only fatal errors |
-//! | `UCX_TLS=shm,tcp,self,cuda` | between processes of one host: shared memory, TCP for notifications, and GPUs if any |
+//! | `NIXL_LOG_LEVEL=FATAL`, `UCX_LOG_LEVEL=fatal` | NIXL and UCX print only fatal errors |
+//! | `UCX_TLS=shm,tcp,self,cuda` | on a single host: shared memory, TCP for notifications, and GPU memory |
 //!
-//! `search` lists the places where the library may be, `library` loads it and looks up its functions, `endpoint`,
-//! `agent`, `region` and `transfer` contain the safe operations, `metadata` the metadata of an agent, and `wire` their
-//! encoding. `server` and `client` exchange pages by the messages in `message`.
+//! `search` lists the paths where the library may be installed, and `library` loads it. `endpoint`, `agent`, `region`
+//! and `transfer` provide the safe operations. `metadata` contains the metadata of an agent, and `wire` the encoding of
+//! everything that agents exchange. `server` and `client` exchange pages with the messages in `message`.
 
 mod agent;
 mod client;
@@ -69,22 +70,22 @@ use self::version::Version;
 pub use crate::error::NixlError;
 use crate::error::Result;
 
-/// The library NIXL, loaded at run time.
+/// The NIXL library, loaded at run time.
 #[derive(Clone, Copy)]
 pub struct Nixl(&'static Library);
 
 impl Nixl {
-    /// Loads the library and looks up its functions. The result stays the same for the lifetime of the process.
+    /// Loads the library. Later calls return the same result for the lifetime of the process.
     ///
-    /// If the variable `REMANENT_NIXL` is set, it names the library, its folder, or a folder of Python packages, and no
-    /// other place is searched. Otherwise these are searched, in this order:
+    /// If the environment variable `REMANENT_NIXL` is set, it names the library, its folder, or a folder of Python
+    /// packages, and only this path is searched. Otherwise, these are searched in order:
     ///
-    /// 1. `libnixl_capi.so` by the dynamic linker, which finds a library that the process has already loaded;
-    /// 2. the wheels `nixl-cu12` and `nixl-cu13` in the folders of Python packages: of `VIRTUAL_ENV`, `CONDA_PREFIX`,
+    /// 1. `libnixl_capi.so`, by the dynamic linker, which also finds a library that the process has already loaded;
+    /// 2. the wheels `nixl-cu12` and `nixl-cu13` in the folders of Python packages of `VIRTUAL_ENV`, `CONDA_PREFIX`,
     ///    `PYTHONPATH`, the user and the system.
     ///
     /// # Errors
-    /// [`Error::Nixl`](crate::Error::Nixl) with [`NixlError::NotFound`], which lists everything that was tried,
+    /// [`Error::Nixl`](crate::Error::Nixl) with [`NixlError::NotFound`], which lists every path that was tried,
     /// [`NixlError::MissingSymbol`] or [`NixlError::OtherVersion`].
     pub fn load() -> Result<Self> {
         static LOADED: OnceLock<Result<Library, NixlError>> = OnceLock::new();
@@ -92,8 +93,8 @@ impl Nixl {
         Ok(Self(loaded.as_ref().map_err(NixlError::clone)?))
     }
 
-    /// Loads the library at this path, which may also be the library's folder or a folder of Python packages. The
-    /// library stays loaded for the lifetime of the process, because its threads may run until then.
+    /// Loads the library at `path`, which is the library itself, its folder, or a folder of Python packages. The
+    /// library stays loaded for the lifetime of the process, because its threads may be running until then.
     ///
     /// # Errors
     /// Same as [`load`](Self::load).
@@ -102,13 +103,13 @@ impl Nixl {
         Ok(Self(Box::leak(Box::new(library))))
     }
 
-    /// Returns the path of the library.
+    /// Returns the path of the library file.
     #[must_use]
     pub fn path(&self) -> &str {
         self.0.path()
     }
 
-    /// Returns the version of the library: major, minor, patch. Returns `None` for a library that is not part of a
+    /// Returns the version of the library as major, minor and patch. Returns `None` if the library is not part of a
     /// wheel, because the library itself does not report its version.
     #[must_use]
     pub fn version(&self) -> Option<(u16, u16, u16)> {
@@ -118,8 +119,8 @@ impl Nixl {
     /// Creates an agent.
     ///
     /// # Errors
-    /// [`NixlError::InvalidName`]; [`NixlError::Failed`], also for a plug-in that does not exist or cannot be used on
-    /// this machine; [`Error::Io`](crate::Error::Io) if the system returns no random bytes.
+    /// [`NixlError::InvalidName`]; [`NixlError::Failed`], for example if a plug-in does not exist or is not supported
+    /// on this machine; [`Error::Io`](crate::Error::Io) if the system returns no random bytes.
     pub fn agent(&self, options: &AgentOptions) -> Result<Agent> {
         Agent::create(self.0, options)
     }

@@ -1,4 +1,4 @@
-//! Registered memory: regions of this agent, and descriptions of the regions of other agents.
+//! Registered memory: regions of this agent, and descriptions of regions of other agents.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::c_int;
@@ -22,20 +22,20 @@ use crate::base::sync::Mutex;
 use crate::device::DeviceBytes;
 use crate::error::{Error, NixlError, Result, Unavailable};
 
-/// The kind and version of an encoded [`RemoteRegion`].
+/// The magic number and the version of an encoded [`RemoteRegion`].
 const MAGIC: [u8; 4] = *b"RMNr";
 const VERSION: u8 = 1;
 
-/// The alignment of a [`HostBuffer`] in bytes: that of a page of the system.
+/// Alignment of a [`HostBuffer`] in bytes: the page size of the system.
 const ALIGN: usize = 4096;
 
-/// The kind of memory of a region. The numbers are the library's.
+/// The kind of memory of a region. The numbers are those of the library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RegionKind {
     /// Host memory, which may be pinned.
     Host = 0,
-    /// The memory of a GPU.
+    /// Memory of a GPU.
     Device = 1,
     /// A file.
     File = 4,
@@ -52,7 +52,7 @@ impl RegionKind {
 }
 
 impl Location {
-    /// Returns an error unless the range is a part of the region with at least one byte.
+    /// Returns an error if the range is empty or exceeds the region.
     fn check(&self, offset: u64, len: u64) -> Result<(), NixlError> {
         let end = offset.checked_add(len);
         if len == 0 || end.is_none_or(|end| end > self.len) {
@@ -66,14 +66,14 @@ pub(super) mod sealed {
     use super::RegionKind;
     use crate::error::Result;
 
-    /// The location of a region's bytes in its process.
+    /// The location of a region in its process.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Location {
         pub kind: RegionKind,
-        /// The address of the first byte, or its offset in a file.
+        /// Address of the first byte, or its offset in a file.
         pub address: u64,
         pub len: u64,
-        /// The number of the GPU, or the descriptor of the file, or 0.
+        /// Number of the GPU, file descriptor, or 0.
         pub device: u64,
         /// Whether transfers may write to the region.
         pub is_writable: bool,
@@ -81,11 +81,11 @@ pub(super) mod sealed {
 
     /// The implementation of [`Memory`](super::Memory).
     pub trait Located {
-        /// Returns the location of the bytes, which is constant for the lifetime of the value.
+        /// Returns the location of the bytes. It is constant for the lifetime of the value.
         fn location(&self) -> Result<Location>;
 
-        /// Waits until the memory contains what was written to it before this call.
-        fn settle(&self) -> Result<()> {
+        /// Waits until the memory contains all data written before this call.
+        fn wait_written(&self) -> Result<()> {
             Ok(())
         }
     }
@@ -93,9 +93,10 @@ pub(super) mod sealed {
 
 /// Memory that an agent can register: a [`Lease`], a [`Pin`], [`DeviceBytes`], a [`HostBuffer`] or a [`FileRange`].
 ///
-/// Transfers only read leased and pinned pages, because the store would not log their writes. A write of a pinned page
-/// to a peer sends every batch submitted before the write starts. Commit no batch to the page until it has ended.
-/// Transfers use no stream: complete the work of streams on [`DeviceBytes`] before a transfer starts.
+/// Transfers can only read leased and pinned pages, because the store would not log writes to them. A transfer that
+/// writes a pinned page to a peer contains every batch that was submitted before the transfer starts. Commit no further
+/// batch to the page until the transfer has ended. Transfers do not synchronize with streams: wait for the work of
+/// streams on [`DeviceBytes`] before starting a transfer.
 pub trait Memory: sealed::Located + Send + Sync {}
 
 impl<M: sealed::Located + Send + Sync> Memory for M {}
@@ -117,7 +118,7 @@ impl sealed::Located for Lease<'_> {
         if self.address().is_some() {
             return location_of_page(&self.descriptor()?);
         }
-        // The lease keeps the slice alive at this address, also if the lease itself moves.
+        // The lease keeps the slice at this address, even if the lease itself is moved.
         let bytes = self.bytes()?;
         let address = bytes.as_ptr().expose_provenance() as u64;
         Ok(Location {
@@ -135,7 +136,7 @@ impl sealed::Located for Pin<'_> {
         location_of_page(&self.descriptor()?)
     }
 
-    fn settle(&self) -> Result<()> {
+    fn wait_written(&self) -> Result<()> {
         self.wait_applied()
     }
 }
@@ -155,9 +156,9 @@ impl sealed::Located for DeviceBytes {
     }
 }
 
-/// Host memory for transfers: zeroed, and aligned to 4096 bytes. Clones refer to the same bytes.
+/// Host memory for transfers, zeroed and aligned to 4096 bytes. Clones refer to the same bytes.
 ///
-/// The bytes are copied in and out, because a peer may write to them at any time while they are registered.
+/// Bytes are copied in and out instead of being borrowed, because a peer may write to a registered buffer at any time.
 ///
 /// ```
 /// use remanent::nixl::HostBuffer;
@@ -210,16 +211,16 @@ impl HostBuffer {
         Ok(Self(Arc::new(HostBytes { start, len, copying: Mutex::default() })))
     }
 
-    /// Returns the length in bytes.
+    /// Returns the length of the buffer in bytes.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.0.len as u64
     }
 
-    /// Copies bytes that start at `offset` to `out`.
+    /// Copies bytes from the buffer, starting at `offset`, to `out`.
     ///
     /// # Errors
-    /// [`NixlError::OutOfRegion`].
+    /// [`NixlError::OutOfRegion`] if the range exceeds the buffer.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let _copying = self.0.copying.lock();
         let from = self.at(offset, out.len())?;
@@ -229,7 +230,7 @@ impl HostBuffer {
         Ok(())
     }
 
-    /// Appends bytes that start at `offset` to `out`, which has room for them.
+    /// Appends `len` bytes from the buffer, starting at `offset`, to `out`, which must have capacity for them.
     ///
     /// # Errors
     /// `OutOfRegion`.
@@ -249,7 +250,7 @@ impl HostBuffer {
     /// Copies `bytes` into the buffer, starting at `offset`.
     ///
     /// # Errors
-    /// [`NixlError::OutOfRegion`].
+    /// [`NixlError::OutOfRegion`] if the range exceeds the buffer.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let _copying = self.0.copying.lock();
         let to = self.at(offset, bytes.len())?;
@@ -284,10 +285,10 @@ impl sealed::Located for HostBuffer {
     }
 }
 
-/// A range at the start of a file, for an agent with [`Backend::posix`](super::Backend::posix).
+/// A range at the start of a file, for agents with [`Backend::posix`](super::Backend::posix).
 ///
 /// To register an image file of a store, open the file while a [`View`](crate::View) of a snapshot with that image
-/// exists, and keep the view as long as the region. The store may otherwise write other bytes to the file.
+/// exists, and keep the view for the lifetime of the region. Otherwise, the store may reuse the file for other images.
 #[derive(Debug)]
 pub struct FileRange {
     file: File,
@@ -296,13 +297,13 @@ pub struct FileRange {
 }
 
 impl FileRange {
-    /// Returns the first `len` bytes of a file that was opened for reading, for transfers that read them.
+    /// Returns the first `len` bytes of a file that is open for reading. Transfers can only read them.
     #[must_use]
     pub fn new(file: File, len: u64) -> Self {
         Self { file, len, is_writable: false }
     }
 
-    /// Returns the first `len` bytes of a file that was opened for reading and writing.
+    /// Returns the first `len` bytes of a file that is open for reading and writing.
     #[must_use]
     pub fn writable(file: File, len: u64) -> Self {
         Self { file, len, is_writable: true }
@@ -318,22 +319,22 @@ impl sealed::Located for FileRange {
 
 /// Memory that is registered with an agent. Returned by [`Agent::register`](super::Agent::register).
 ///
-/// The region holds its memory: a page stays leased or pinned until the region and all transfers with it are dropped.
+/// The region keeps its memory alive: a page stays leased or pinned until the region and all its transfers are dropped.
 /// In a forked child, dropping a region frees nothing.
 pub struct Region<M: Memory>(Arc<Registration<M>>);
 
-/// A registration, which ends on drop.
+/// A registration of memory. Dropping it ends the registration.
 pub(super) struct Registration<M: Memory> {
     agent: Arc<Endpoint>,
     location: Location,
     memory: ManuallyDrop<M>,
 }
 
-/// A registration with any memory.
+/// A registration of memory of any type.
 pub(super) trait Registered: Send + Sync {
     fn agent(&self) -> &Arc<Endpoint>;
     fn location(&self) -> &Location;
-    fn settle(&self) -> Result<()>;
+    fn wait_written(&self) -> Result<()>;
 }
 
 impl<M: Memory> Registered for Registration<M> {
@@ -345,15 +346,15 @@ impl<M: Memory> Registered for Registration<M> {
         &self.location
     }
 
-    fn settle(&self) -> Result<()> {
-        self.memory.settle()
+    fn wait_written(&self) -> Result<()> {
+        self.memory.wait_written()
     }
 }
 
 impl<M: Memory> Region<M> {
     pub(super) fn register(agent: &Arc<Endpoint>, memory: M) -> Result<Self> {
         let location = memory.location()?;
-        memory.settle()?;
+        memory.wait_written()?;
         location.check(0, location.len)?;
         let list = list(agent, &location)?;
         let library = agent.library();
@@ -369,13 +370,13 @@ impl<M: Memory> Region<M> {
         &self.0.memory
     }
 
-    /// Returns the length in bytes.
+    /// Returns the length of the region in bytes.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.0.location.len
     }
 
-    /// Returns a range of the region, as the local side of a transfer.
+    /// Returns a range of the region for the local side of a transfer.
     ///
     /// # Errors
     /// [`NixlError::OutOfRegion`] if the range is empty or exceeds the region.
@@ -387,8 +388,8 @@ impl<M: Memory> Region<M> {
         Ok(LocalRange { region: self.0.clone(), offset, len })
     }
 
-    /// Returns a description of the region for peers. A peer needs newer metadata of this agent than those it loaded
-    /// before the region was registered.
+    /// Returns a description of the region for peers. A peer that loaded this agent's metadata before the region was
+    /// registered must load it again.
     #[must_use]
     pub fn describe(&self) -> RemoteRegion {
         RemoteRegion { agent: self.0.agent.name().to_owned(), location: self.0.location }
@@ -404,7 +405,7 @@ impl<M: Memory> fmt::Debug for Region<M> {
 
 impl<M: Memory> Drop for Registration<M> {
     fn drop(&mut self) {
-        // A forked child must not use the parent's agent, and the parent's registration continues.
+        // A forked child must not use the agent of its parent. The parent's registration is not affected.
         let Ok(raw) = self.agent.raw() else { return };
         let ended = list(&self.agent, &self.location).and_then(|list| {
             // SAFETY: the agent and the list are live, and no transfer with the region is in flight.
@@ -414,13 +415,13 @@ impl<M: Memory> Drop for Registration<M> {
         match ended {
             // SAFETY: the memory is not used again.
             Ok(_) => unsafe { ManuallyDrop::drop(&mut self.memory) },
-            // The library may still access the memory, so it is leaked.
-            Err(error) => tracing::warn!(%error, "registered memory stays allocated"),
+            // The library may still access the memory, so the memory is leaked.
+            Err(error) => tracing::warn!(%error, "cannot end a registration; its memory stays allocated"),
         }
     }
 }
 
-/// Returns the library's list with one registration.
+/// Creates a list of the library that contains one registration.
 fn list(agent: &Endpoint, location: &Location) -> Result<Owned> {
     let library = agent.library();
     let kind = location.kind.number();
@@ -441,7 +442,7 @@ fn list(agent: &Endpoint, location: &Location) -> Result<Owned> {
     Ok(list)
 }
 
-/// A range of a [`Region`]. It keeps the region registered.
+/// A range of a [`Region`]. The range keeps the region registered.
 #[derive(Clone)]
 pub struct LocalRange<'m> {
     pub(super) region: Arc<dyn Registered + 'm>,
@@ -466,7 +467,7 @@ impl fmt::Debug for LocalRange<'_> {
     }
 }
 
-/// A description of a region of another agent. The owner creates it with [`Region::describe`] and sends its
+/// A description of a region of another agent. The owner creates it with [`Region::describe`], and sends its
 /// [bytes](RemoteRegion::to_bytes) to peers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteRegion {
@@ -487,19 +488,19 @@ impl RemoteRegion {
         self.location.kind
     }
 
-    /// Returns the length in bytes.
+    /// Returns the length of the region in bytes.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.location.len
     }
 
-    /// Returns whether transfers may write to the region.
+    /// Returns true if transfers may write to the region.
     #[must_use]
     pub fn is_writable(&self) -> bool {
         self.location.is_writable
     }
 
-    /// Returns a range of the region, as the remote side of a transfer.
+    /// Returns a range of the region for the remote side of a transfer.
     ///
     /// # Errors
     /// [`NixlError::OutOfRegion`] if the range is empty or exceeds the region.
@@ -508,7 +509,7 @@ impl RemoteRegion {
         Ok(RemoteRange { region: self.clone(), offset, len })
     }
 
-    /// Encodes the description for peers.
+    /// Encodes the description, to send it to peers.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let Location { kind, address, len, device, is_writable } = self.location;
@@ -522,7 +523,7 @@ impl RemoteRegion {
             .finish()
     }
 
-    /// Decodes a description.
+    /// Decodes a description that a peer encoded with [`to_bytes`](RemoteRegion::to_bytes).
     ///
     /// # Errors
     /// [`NixlError::InvalidMetadata`], [`NixlError::OtherPeerVersion`].
@@ -560,7 +561,7 @@ impl RemoteRange {
     }
 }
 
-/// A list of ranges of the library.
+/// Creates a list of the library that contains ranges.
 pub(super) fn ranges(
     agent: &Endpoint,
     kind: RegionKind,
@@ -587,7 +588,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn description_is_read_back() {
+    fn region_description_round_trips() {
         let location =
             Location { kind: RegionKind::Device, address: 1 << 40, len: 8192, device: 3, is_writable: true };
         let region = RemoteRegion { agent: "trainer-1".to_owned(), location };
@@ -605,7 +606,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_end_within_the_region() {
+    fn buffer_accesses_are_bounds_checked() {
         let buffer = HostBuffer::new(8).unwrap();
         assert!(buffer.read(8, &mut []).is_ok() && buffer.write(4, b"abcd").is_ok());
         for (offset, len) in [(9, 0), (8, 1), (5, 4), (u64::MAX, 2)] {

@@ -1,4 +1,4 @@
-//! The paths at which the library may be.
+//! The paths where the library may be installed.
 
 use std::env;
 use std::ffi::OsString;
@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 use super::version::Version;
 use crate::base::python_packages::package_folders;
 
-/// The variable that names the library or its folder.
+/// The environment variable with the path of the library or of its folder.
 const VARIABLE: &str = "REMANENT_NIXL";
 
-/// The name of the library for the dynamic linker.
+/// The file name of the library.
 const NAME: &str = "libnixl_capi.so";
 
-/// The folders of the library in a folder of Python packages, as the wheels install it.
+/// The folders that the wheels create in a folder of Python packages and that contain the library.
 const IN_PACKAGES: [&str; 2] = [".nixl_cu12.mesonpy.libs", ".nixl_cu13.mesonpy.libs"];
 
 /// The places to search.
@@ -25,7 +25,7 @@ pub(super) struct Places {
     pub without: Vec<PathBuf>,
 }
 
-/// Returns the places to search for a process that names no path.
+/// Returns the places to search if the caller gives no path.
 pub(super) fn candidates() -> Places {
     if let Some(path) = env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
         return at(Path::new(&path));
@@ -41,7 +41,7 @@ pub(super) fn candidates() -> Places {
     places
 }
 
-/// Returns the places to search for a library or folder that was named.
+/// Returns the places to search for the path of a library or folder.
 pub(super) fn at(path: &Path) -> Places {
     if !path.is_dir() {
         return Places { paths: vec![real(path)], without: Vec::new() };
@@ -58,12 +58,12 @@ fn in_packages(folder: &Path) -> Vec<OsString> {
     files.iter().filter(|file| file.exists()).map(|file| real(file)).collect()
 }
 
-/// Returns the path without symbolic links. The library finds the libraries that it needs only from its real folder.
+/// Resolves symbolic links. The library finds its dependencies only relative to its real folder.
 fn real(path: &Path) -> OsString {
     fs::canonicalize(path).unwrap_or_else(|_| path.to_owned()).into_os_string()
 }
 
-/// Returns the version of the wheel that contains a library, or `None` for a library that is not part of a wheel.
+/// Returns the version of the wheel that contains a library, or `None` if the library is not part of a wheel.
 pub(super) fn version_of_wheel(library: &Path) -> Option<Version> {
     let folder = library.parent()?;
     let wheel = folder.file_name()?.to_str()?.strip_prefix('.')?.strip_suffix(".mesonpy.libs")?;
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn file_folder_and_packages_can_be_named() {
+    fn file_and_folders_can_be_specified() {
         let folder = tempfile::tempdir().unwrap();
         let root = fs::canonicalize(folder.path()).unwrap();
         let places = at(&root);
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn version_is_that_of_the_wheel() {
+    fn version_comes_from_the_wheel() {
         let root = tempfile::tempdir().unwrap();
         let library = root.path().join(IN_PACKAGES[0]).join(NAME);
         assert_eq!(version_of_wheel(&library), None);

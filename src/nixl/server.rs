@@ -1,4 +1,4 @@
-//! Sending the pages of a store to clients.
+//! Sends the pages of a store to clients.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -15,19 +15,20 @@ use crate::applier::lease::Lease;
 use crate::error::{Error, NixlError, Result};
 use crate::store::Store;
 
-/// The number of pages that may be in flight to one client.
+/// Maximum number of pages in flight while a server answers requests.
 const IN_FLIGHT_MAX: usize = 4;
 
-/// The number of checksums that a server keeps.
+/// Maximum number of checksums that a server caches.
 const CHECKSUMS_MAX: usize = 1 << 16;
 
-/// Sends the pages of a store to [`PageClient`](super::PageClient)s of other processes and hosts.
+/// Sends the pages of a store to [`PageClient`](super::PageClient)s in other processes and on other hosts.
 ///
-/// A client asks by a message, and the server writes the page to the client's memory: a server whose memory clients
-/// read could crash if one of them disappears. The server works only in calls of [`PageServer::serve`].
+/// A client sends a request, and the server writes the page to the memory of the client. Clients do not read the memory
+/// of the server, because a client that disappears during a read could crash the server. The server is only active in
+/// calls of [`PageServer::serve`].
 ///
-/// On the host, pages are sent from page memory under a lease. Pages of a GPU, pinned pages and pages on disk are first
-/// read to host memory.
+/// Pages in host memory are sent directly under a lease. Pages of a GPU, pinned pages and pages on disk are first
+/// copied to another host buffer.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -47,7 +48,7 @@ pub struct PageServer<'s> {
     agent: Agent,
     store: &'s Store,
     clients: HashMap<String, Client>,
-    /// The checksums of pages that were sent, each of one version.
+    /// The cached checksum of each page that was sent, with the version of the page.
     checksums: HashMap<PageId, (Epoch, u32)>,
 }
 
@@ -66,19 +67,19 @@ struct Source<'s> {
 }
 
 impl<'s> PageServer<'s> {
-    /// Creates a server of the pages of `store`. One server may use an agent at a time.
+    /// Creates a server for the pages of `store`. An agent can be used by one server at a time.
     #[must_use]
     pub fn new(agent: Agent, store: &'s Store) -> Self {
         Self { agent, store, clients: HashMap::new(), checksums: HashMap::new() }
     }
 
     /// Answers the requests that arrive within `time`, and returns the number of pages that were sent. Returns earlier
-    /// only after an error.
+    /// only with an error.
     ///
-    /// A client that cannot be reached is forgotten, and must connect again. This is no error of the server.
+    /// If a client cannot be reached, the server disconnects it and continues. The client must then connect again.
     ///
     /// # Errors
-    /// [`NixlError::Failed`] if the library returns no messages; [`Error::Forked`].
+    /// [`NixlError::Failed`] if the library cannot receive messages; [`Error::Forked`].
     pub fn serve(&mut self, time: Duration) -> Result<u64> {
         let started = Instant::now();
         let (mut sent, mut idle) = (0, Instant::now());
@@ -99,7 +100,7 @@ impl<'s> PageServer<'s> {
     fn answer(&mut self, requests: Vec<Notification>) -> u64 {
         let (mut sent, mut failed) = (0, Vec::new());
         let mut in_flight: VecDeque<(String, Transfer<'s>)> = VecDeque::new();
-        let mut settle = |(name, transfer): (String, Transfer<'s>)| match transfer.wait() {
+        let mut finish = |(name, transfer): (String, Transfer<'s>)| match transfer.wait() {
             Ok(()) => sent += 1,
             Err(error) => failed.push((name, error)),
         };
@@ -127,12 +128,12 @@ impl<'s> PageServer<'s> {
             if in_flight.len() >= IN_FLIGHT_MAX
                 && let Some(oldest) = in_flight.pop_front()
             {
-                settle(oldest);
+                finish(oldest);
             }
         }
-        in_flight.into_iter().for_each(settle);
+        in_flight.into_iter().for_each(finish);
         for (name, error) in failed.into_iter().chain(unreachable) {
-            tracing::warn!(%error, client = name, "a client of pages is given up");
+            tracing::warn!(%error, client = name, "disconnected a client of the page server");
             self.forget(&name);
         }
         sent
@@ -142,12 +143,12 @@ impl<'s> PageServer<'s> {
         if let Some(client) = self.clients.remove(name)
             && let Err(error) = self.agent.forget_peer(&client.peer)
         {
-            tracing::debug!(%error, client = name, "the metadata of a client stay loaded");
+            tracing::debug!(%error, client = name, "cannot unload the metadata of a client");
         }
     }
 
     fn client(&self, name: &str) -> Result<&Client> {
-        let reason = "the client has not introduced itself";
+        let reason = "the client is not connected";
         Ok(self.clients.get(name).ok_or(NixlError::InvalidMetadata { reason })?)
     }
 
@@ -155,18 +156,20 @@ impl<'s> PageServer<'s> {
         self.agent.notify(&self.client(name)?.peer, &message.to_bytes())
     }
 
-    /// Loads the metadata of a client.
+    /// Loads the metadata of a client, and replies to it.
     fn welcome(&mut self, name: &str, id: u64, metadata: &[u8], target: &[u8]) -> Result<()> {
         let peer = self.agent.load_peer(metadata)?;
         let target = RemoteRegion::from_bytes(target)?;
         if peer.name() != name || target.agent() != name {
-            return Err(NixlError::InvalidMetadata { reason: "they contain two names" }.into());
+            return Err(
+                NixlError::InvalidMetadata { reason: "they contain two different agent names" }.into()
+            );
         }
         self.clients.insert(name.to_owned(), Client { peer, target });
         self.reply(name, &Message::Welcome { id })
     }
 
-    /// Sends the versions of pages.
+    /// Replies with the versions of pages.
     fn versions(&self, name: &str, id: u64, pages: &[PageId]) -> Result<()> {
         let view = self.store.view()?;
         let epoch = |page: &PageId| view.page(*page).map_or(Epoch(0), |info| info.epoch);
@@ -174,7 +177,7 @@ impl<'s> PageServer<'s> {
         self.reply(name, &Message::Versions { id, lsn: view.lsn(), epochs })
     }
 
-    /// Starts to send a page, or sends the reason for not sending it.
+    /// Starts sending a page, or replies with the reason why it is not sent.
     fn send(
         &mut self,
         name: &str,
@@ -212,7 +215,7 @@ impl<'s> PageServer<'s> {
         self.copied(info.page, room).map_err(refusal)?
     }
 
-    /// Returns a leased page if its bytes are in host memory.
+    /// Returns a leased page, or `None` if its bytes are not in host memory or cannot be registered.
     fn leased(&mut self, lease: Lease<'s>) -> Option<Source<'s>> {
         let version = PageVersion { page: lease.info().page, epoch: lease.epoch() };
         let (lsn, len) = (lease.info().lsn, lease.byte_len());
@@ -226,7 +229,8 @@ impl<'s> PageServer<'s> {
         Some(Source { range: Some(range), version, lsn, len, crc })
     }
 
-    /// Returns the checksum of a version of a page with these bytes.
+    /// Returns the checksum of `bytes`, the contents of this version of a page. Uses the cached checksum if there is
+    /// one.
     fn checksum(&mut self, PageVersion { page, epoch }: PageVersion, bytes: &[u8]) -> u32 {
         if let Some((_, crc)) = self.checksums.get(&page).filter(|(known, _)| *known == epoch) {
             return *crc;
@@ -239,7 +243,7 @@ impl<'s> PageServer<'s> {
         crc
     }
 
-    /// Returns a copy of a page.
+    /// Returns a copy of a page in a host buffer.
     fn copied(&self, page: PageId, room: u64) -> Result<Result<Source<'s>, Refusal>> {
         let mut bytes = Vec::new();
         let info = self.store.read_into(page, &mut bytes)?;

@@ -10,36 +10,36 @@ use super::library::{Library, Owned, Progress, Raw};
 use super::region::{LocalRange, RegionKind, Registered, RemoteRange, ranges};
 use crate::error::{NixlError, Result};
 
-/// How long a waiting thread only yields its core before it sleeps.
+/// Time for which a waiting thread only yields, before it sleeps.
 const YIELDING: Duration = Duration::from_micros(200);
-/// The longest sleep between two looks at the status of a transfer.
+/// Maximum time between two checks of the status of a transfer.
 const SLEEP_MAX: Duration = Duration::from_millis(1);
 
-/// The direction of a transfer. The numbers are the library's.
+/// The direction of a transfer. The numbers are those of the library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
     Read = 0,
     Write = 1,
 }
 
-/// A transfer that was started. Returned by [`Agent::write`](super::Agent::write) and
+/// A transfer that has started. Returned by [`Agent::write`](super::Agent::write) and
 /// [`Agent::read`](super::Agent::read).
 ///
-/// The transfer holds the memory of its local ranges. Dropping an unfinished transfer waits for it like
-/// [`Transfer::wait`]: the library cannot stop a transfer, and bytes would still arrive.
+/// The transfer keeps the memory of its local ranges alive. Dropping an unfinished transfer waits for it like
+/// [`Transfer::wait`], because the library cannot cancel a transfer, and bytes would still arrive.
 #[must_use = "dropping a transfer waits for it, and ignores a failure"]
 pub struct Transfer<'m> {
     agent: Arc<Endpoint>,
     peer: String,
     operation: Operation,
-    /// The request, or `None` after the transfer has ended or was given up.
+    /// The request, or `None` after the transfer has ended or was abandoned.
     request: Option<Request>,
     started: Instant,
-    /// The registrations of the local ranges.
+    /// Keeps the local ranges registered.
     held: Vec<Arc<dyn Registered + 'm>>,
 }
 
-/// A request of the library.
+/// A handle to a request of the library.
 struct Request(Raw);
 
 // SAFETY: the library accepts calls of an agent with strict synchronization on any thread.
@@ -58,7 +58,7 @@ impl<'m> Transfer<'m> {
         let raw_agent = agent.raw()?;
         let (local_kind, remote_kind) = check(agent, peer, operation, pairs)?;
         if operation == Operation::Write {
-            pairs.iter().try_for_each(|(local, _)| local.region.settle())?;
+            pairs.iter().try_for_each(|(local, _)| local.region.wait_written())?;
         }
         let library = agent.library();
         let failed = |fault| agent.failed(fault);
@@ -101,10 +101,10 @@ impl<'m> Transfer<'m> {
         Ok(transfer)
     }
 
-    /// Returns whether the transfer is complete, without waiting.
+    /// Returns true if the transfer is complete. Does not wait.
     ///
     /// # Errors
-    /// [`NixlError::Failed`], after which the transfer has ended; [`Error::Forked`](crate::Error::Forked).
+    /// [`NixlError::Failed`] if the transfer has failed, which also ends it; [`Error::Forked`](crate::Error::Forked).
     pub fn is_complete(&mut self) -> Result<bool> {
         let raw = self.agent.raw()?;
         let Some(Request(request)) = self.request else { return Ok(true) };
@@ -122,11 +122,11 @@ impl<'m> Transfer<'m> {
         }
     }
 
-    /// Waits until the transfer is complete. After a write, the peer's memory then contains the bytes.
+    /// Waits until the transfer is complete. After a write, the memory of the peer contains the bytes.
     ///
     /// # Errors
-    /// [`NixlError::Failed`]; [`NixlError::TimedOut`] after the agent's time limit, after which the memory of the local
-    /// ranges stays registered for the lifetime of the process; [`Error::Forked`](crate::Error::Forked).
+    /// [`NixlError::Failed`]; [`NixlError::TimedOut`] if the agent's time limit is exceeded, in which case the memory
+    /// of the local ranges stays registered for the lifetime of the process; [`Error::Forked`](crate::Error::Forked).
     pub fn wait(mut self) -> Result<()> {
         self.finish()
     }
@@ -136,7 +136,7 @@ impl<'m> Transfer<'m> {
         while !self.is_complete()? {
             let waited = self.started.elapsed();
             if waited >= limit {
-                self.give_up();
+                self.abandon();
                 let (agent, peer) = (self.agent.name().to_owned(), self.peer.clone());
                 return Err(NixlError::TimedOut { agent, peer, waited: limit }.into());
             }
@@ -155,12 +155,12 @@ impl<'m> Transfer<'m> {
         let freed = released.and_then(|_| unsafe { library.destroy_request(request) });
         if let Err(fault) = freed {
             let error = self.agent.failed(fault);
-            tracing::warn!(%error, "a request was not freed");
+            tracing::warn!(%error, "cannot free a request");
         }
     }
 
-    /// Leaks the request and the memory of the local ranges.
-    fn give_up(&mut self) {
+    /// Abandons the transfer: leaks the request and the memory of the local ranges.
+    fn abandon(&mut self) {
         self.request = None;
         self.held.drain(..).for_each(std::mem::forget);
     }
@@ -172,8 +172,8 @@ impl Drop for Transfer<'_> {
             return;
         }
         if self.agent.raw().is_err() {
-            // The parent's transfer continues.
-            self.give_up();
+            // The transfer of the parent continues.
+            self.abandon();
         } else if let Err(error) = self.finish() {
             tracing::warn!(%error, "a dropped transfer failed");
         }
@@ -190,7 +190,7 @@ impl fmt::Debug for Transfer<'_> {
     }
 }
 
-/// Checks the ranges of a transfer, and returns the kinds of the local and the remote memory.
+/// Checks the ranges of a transfer. Returns the kinds of the local and of the remote memory.
 fn check(
     agent: &Arc<Endpoint>,
     peer: &Peer,
@@ -212,7 +212,7 @@ fn check(
             return invalid("a remote range belongs to another peer");
         }
         if (from.kind, to.kind()) != kinds {
-            return invalid("the ranges of one side are in several kinds of memory");
+            return invalid("the ranges of one side have different kinds of memory");
         }
         let is_writable = match operation {
             Operation::Read => from.is_writable,
@@ -225,7 +225,7 @@ fn check(
     Ok(kinds)
 }
 
-/// Returns the optional arguments of a request: its notification.
+/// Creates the optional arguments of a request, with its notification.
 fn arguments(agent: &Endpoint, message: &[u8]) -> Result<Owned> {
     let library = agent.library();
     let failed = |fault| agent.failed(fault);
@@ -240,8 +240,8 @@ fn arguments(agent: &Endpoint, message: &[u8]) -> Result<Owned> {
     Ok(arguments)
 }
 
-/// Pauses a thread that has waited for a time. The library does not signal the end of a transfer.
-#[expect(clippy::disallowed_methods, reason = "no signal tells the end of a transfer")]
+/// Pauses a thread that has already waited for `waited`. The library does not signal the end of a transfer.
+#[expect(clippy::disallowed_methods, reason = "the library does not signal the end of a transfer")]
 pub(super) fn pause(waited: Duration) {
     if waited < YIELDING {
         std::thread::yield_now();

@@ -1,13 +1,13 @@
-//! The bytes that agents exchange: little-endian numbers, texts and byte strings with their lengths, and a checksum at
+//! The encoding of data that agents exchange: little-endian numbers, byte strings with their lengths, and a checksum at
 //! the end.
 
 use crate::error::NixlError;
 
-/// Builds a message.
+/// Encodes a message.
 pub(super) struct Writer(Vec<u8>);
 
 impl Writer {
-    /// Begins a message of a kind and version.
+    /// Starts a message with a magic number and a version.
     pub fn new(magic: [u8; 4], version: u8) -> Self {
         let mut bytes = magic.to_vec();
         bytes.push(version);
@@ -29,37 +29,38 @@ impl Writer {
         self
     }
 
-    /// Adds bytes and their length.
+    /// Appends a byte string with its length.
     pub fn bytes(mut self, bytes: &[u8]) -> Self {
         self = self.u64(bytes.len() as u64);
         self.0.extend(bytes);
         self
     }
 
-    /// Adds the checksum and returns the message.
+    /// Appends the checksum and returns the message.
     pub fn finish(mut self) -> Vec<u8> {
         self.0.extend(crc32fast::hash(&self.0).to_le_bytes());
         self.0
     }
 }
 
-/// Reads a message whose checksum is correct.
+/// Decodes a message whose checksum was verified.
 pub(super) struct Reader<'b>(&'b [u8]);
 
-/// The error for a message that ends too early.
-const SHORT: NixlError = NixlError::InvalidMetadata { reason: "they end too early" };
+/// The error for a truncated message.
+const SHORT: NixlError = NixlError::InvalidMetadata { reason: "they are truncated" };
 
 impl<'b> Reader<'b> {
-    /// Checks the checksum and the kind of a message, and returns its version and its contents.
+    /// Checks the checksum and the magic number of a message. Returns its version, and a reader of its contents.
     ///
     /// # Errors
     /// `InvalidMetadata`.
     pub fn open(bytes: &'b [u8], magic: [u8; 4]) -> Result<(u8, Self), NixlError> {
         let (body, crc) = bytes.split_last_chunk::<4>().ok_or(SHORT)?;
         let contents = body.strip_prefix(&magic);
-        let contents = contents.ok_or(NixlError::InvalidMetadata { reason: "they are of another kind" })?;
+        let contents =
+            contents.ok_or(NixlError::InvalidMetadata { reason: "their magic number does not match" })?;
         if crc32fast::hash(body) != u32::from_le_bytes(*crc) {
-            return Err(NixlError::InvalidMetadata { reason: "their checksum is wrong" });
+            return Err(NixlError::InvalidMetadata { reason: "their checksum does not match" });
         }
         let (version, contents) = contents.split_first().ok_or(SHORT)?;
         Ok((*version, Self(contents)))
@@ -107,7 +108,7 @@ impl<'b> Reader<'b> {
         Ok(bytes.chunks(8).map(number).collect())
     }
 
-    /// Checks that all bytes were read.
+    /// Checks that no bytes are left.
     ///
     /// # Errors
     /// `InvalidMetadata`.
@@ -115,7 +116,7 @@ impl<'b> Reader<'b> {
         if self.0.is_empty() {
             Ok(())
         } else {
-            Err(NixlError::InvalidMetadata { reason: "they are too long" })
+            Err(NixlError::InvalidMetadata { reason: "they contain extra bytes at the end" })
         }
     }
 }
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn message_is_read_back_and_damage_is_detected() {
+    fn message_round_trips_and_damage_is_detected() {
         let message = || Writer::new(MAGIC, 3).u8(1).u16(2).u64(3).bytes("four".as_bytes());
         let bytes = message().finish();
         assert_eq!(read(&bytes), Ok((1, 2, 3, "four".to_owned())));
@@ -151,13 +152,13 @@ mod tests {
             Err(NixlError::InvalidMetadata { reason }) => reason,
             other => panic!("{other:?}"),
         };
-        assert_eq!(reason(message().u8(0).finish()), "they are too long");
+        assert_eq!(reason(message().u8(0).finish()), "they contain extra bytes at the end");
         assert_eq!(
             reason(Writer::new(MAGIC, 3).u8(1).u16(2).u64(3).u64(u64::MAX).finish()),
-            "they end too early"
+            "they are truncated"
         );
         let not_text = Writer::new(MAGIC, 3).u8(1).u16(2).u64(3).bytes(&[0xFF]).finish();
         assert_eq!(reason(not_text), "a name is not UTF-8");
-        assert_eq!(reason(Writer::new(*b"else", 3).finish()), "they are of another kind");
+        assert_eq!(reason(Writer::new(*b"else", 3).finish()), "their magic number does not match");
     }
 }

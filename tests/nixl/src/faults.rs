@@ -1,20 +1,20 @@
-//! Injected faults. Tests look these functions up as they do NIXL's.
+//! Injected faults. Tests look up these functions like those of NIXL.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The function of which a call fails, the number of its calls until then, and the status.
+/// The function of which a call will fail, the number of its calls until then, and the status that the call returns.
 static ARMED: Mutex<Option<(String, u64, c_int)>> = Mutex::new(None);
-/// The number of status calls that a transfer remains in flight; `u64::MAX` for ever.
+/// The number of status calls for which a transfer stays in flight. `u64::MAX` means forever.
 static DELAY: AtomicU64 = AtomicU64::new(0);
-/// The number of transfers of which a bit is still to be flipped.
+/// The number of further transfers in which a bit is flipped.
 static FLIPS: AtomicU64 = AtomicU64::new(0);
-/// The number of objects that were not freed.
+/// The number of objects that were created and not freed.
 static ALIVE: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the injected error if this is the call to fail.
-pub fn strike(name: &str) -> Result<(), c_int> {
+/// Returns the injected status if this call must fail.
+pub fn injected_fault(name: &str) -> Result<(), c_int> {
     let mut armed = ARMED.lock().unwrap();
     let Some((armed_name, left, status)) = armed.as_mut() else { return Ok(()) };
     if armed_name != name {
@@ -33,20 +33,20 @@ pub fn delay() -> u64 {
     DELAY.load(Ordering::SeqCst)
 }
 
-/// Returns whether a bit of this transfer is to be flipped.
+/// Returns true if a bit of this transfer must be flipped.
 pub fn flips() -> bool {
     FLIPS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)).is_ok()
 }
 
-pub fn born() {
+pub fn object_created() {
     ALIVE.fetch_add(1, Ordering::SeqCst);
 }
 
-pub fn freed() {
+pub fn object_freed() {
     ALIVE.fetch_sub(1, Ordering::SeqCst);
 }
 
-/// Makes the `nth` call from now on of a function fail with `status`, without any effect.
+/// Makes the `nth` call of a function from now on return `status` without any other effect.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fake_nixl_arm(name: *const c_char, nth: u64, status: c_int) {
     assert!(nth > 0, "calls are counted from 1");
@@ -55,25 +55,25 @@ pub unsafe extern "C" fn fake_nixl_arm(name: *const c_char, nth: u64, status: c_
     *ARMED.lock().unwrap() = Some((name, nth, status));
 }
 
-/// Disarms the fault; returns 1 if no call has failed with it.
+/// Removes the injected fault. Returns 1 if no call has failed because of it.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_nixl_disarm() -> u32 {
     u32::from(ARMED.lock().unwrap().take().is_some())
 }
 
-/// Keeps transfers in flight for a number of status calls; `u64::MAX` for ever.
+/// Keeps each transfer in flight for a number of status calls. `u64::MAX` means forever.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_nixl_delay(calls: u64) {
     DELAY.store(calls, Ordering::SeqCst);
 }
 
-/// Flips a bit in each of the next transfers.
+/// Flips a bit in each of the next `transfers` transfers.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_nixl_flip(transfers: u64) {
     FLIPS.store(transfers, Ordering::SeqCst);
 }
 
-/// Returns the number of objects that were not freed.
+/// Returns the number of objects that were created and not freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_nixl_alive() -> u64 {
     ALIVE.load(Ordering::SeqCst)

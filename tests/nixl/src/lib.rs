@@ -1,11 +1,12 @@
-//! NIXL without a network: the functions of its C interface that `src/nixl` calls, with NIXL's signatures.
+//! A simulation of NIXL without a network. It exports the functions of NIXL's C interface that `src/nixl` calls, with
+//! the same signatures.
 //!
-//! All agents belong to one process, and a transfer copies bytes between two of them. The module `faults` makes a call
-//! fail, keeps transfers in flight, and counts the objects that were not freed.
+//! All agents belong to one process, and a transfer copies bytes between two of them. The module `faults` makes calls
+//! fail, keeps transfers in flight, and counts objects that were not freed.
 //!
-//! A call that breaks the library's rules aborts the process with a message.
+//! A call that violates the rules of the library aborts the process with a message.
 
-#![allow(clippy::missing_safety_doc, reason = "NIXL's own terms hold for all functions")]
+#![allow(clippy::missing_safety_doc, reason = "the safety rules of NIXL apply to all functions")]
 
 mod faults;
 mod network;
@@ -14,7 +15,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use network::{List, Messages, Range};
 
-/// Statuses.
+/// The statuses of calls.
 mod status {
     use std::ffi::c_int;
 
@@ -51,7 +52,7 @@ struct Request {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RequestState {
     Created,
-    /// The number of status calls for which the transfer is still in flight.
+    /// The number of status calls for which the transfer stays in flight.
     InFlight(u64),
     Done,
     Failed,
@@ -59,7 +60,7 @@ enum RequestState {
 }
 
 impl Request {
-    /// Moves the bytes and delivers the notification.
+    /// Copies the bytes and delivers the notification. Returns the status of the request.
     fn complete(&mut self) -> c_int {
         let [local, remote] = if self.is_write { [&self.from, &self.to] } else { [&self.to, &self.from] };
         assert!(network::is_registered(&self.agent, local), "local memory was deregistered in flight");
@@ -81,14 +82,14 @@ impl Request {
     }
 }
 
-/// Runs a call unless it is to fail. `work` returns the call's status.
+/// Runs `work`, which returns the status of the call, unless the call must fail.
 fn call(name: &str, work: impl FnOnce() -> c_int) -> c_int {
-    faults::strike(name).map_or_else(|status| status, |()| work())
+    faults::injected_fault(name).map_or_else(|status| status, |()| work())
 }
 
-/// Returns a new object to the caller.
+/// Returns a handle to a new object in `handle`.
 unsafe fn create(object: Object, handle: *mut *mut c_void) -> c_int {
-    faults::born();
+    faults::object_created();
     // SAFETY: NIXL's terms.
     unsafe { *handle = Box::into_raw(Box::new(object)).cast() };
     status::SUCCESS
@@ -97,7 +98,7 @@ unsafe fn create(object: Object, handle: *mut *mut c_void) -> c_int {
 /// Frees an object.
 unsafe fn free(handle: *mut c_void) -> c_int {
     assert!(!handle.is_null(), "no object");
-    faults::freed();
+    faults::object_freed();
     // SAFETY: handles come from `create`, and this one is not used again.
     drop(unsafe { Box::from_raw(handle.cast::<Object>()) });
     status::SUCCESS
@@ -144,7 +145,7 @@ unsafe fn bytes<'b>(data: *const c_void, len: usize) -> &'b [u8] {
     if len == 0 { &[] } else { unsafe { std::slice::from_raw_parts(data.cast(), len) } }
 }
 
-/// Returns a copy of bytes that the caller frees.
+/// Returns a copy of bytes in an allocation that the caller frees.
 fn allocated(bytes: &[u8]) -> *mut c_void {
     // SAFETY: any length may be requested.
     let copy = unsafe { libc::malloc(bytes.len().max(1)) };
@@ -154,7 +155,7 @@ fn allocated(bytes: &[u8]) -> *mut c_void {
     copy
 }
 
-/// How an agent is created.
+/// The configuration of an agent.
 #[repr(C)]
 pub struct Config {
     has_progress_thread: bool,
@@ -238,7 +239,7 @@ pub unsafe extern "C" fn nixl_capi_load_remote_md(
         if peer == own {
             return status::INVALID_PARAM;
         }
-        // Newer metadata add memory, and take nothing away.
+        // Newer metadata add memory, and remove none.
         network::with(own, |agent| agent.peers.entry(peer.clone()).or_default().extend(registered));
         let mut text = peer;
         text.push(0);
@@ -680,7 +681,7 @@ pub unsafe extern "C" fn nixl_capi_destroy_notif_map(map: *mut c_void) -> c_int 
     call("nixl_capi_destroy_notif_map", || unsafe { free(map) })
 }
 
-/// A function that exists since the supported version. Nothing calls it.
+/// A function that exists only since the supported version. Nothing calls it.
 #[unsafe(no_mangle)]
 pub extern "C" fn nixl_capi_create_remote_dlist() -> c_int {
     status::BACKEND

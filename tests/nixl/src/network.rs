@@ -1,4 +1,4 @@
-//! Agents, their registered memory, and the movement of bytes between them.
+//! Agents, their registered memory, and transfers between them.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -33,13 +33,13 @@ pub struct List {
     pub ranges: Vec<Range>,
 }
 
-/// The kind of memory of files.
+/// The kind of memory that stands for files.
 pub const FILE: c_int = 4;
 
-/// Registered memory: the kind of each range.
+/// Registered ranges, each with its kind of memory.
 pub type Registered = Vec<(c_int, Range)>;
 
-/// Messages by their sender.
+/// Messages by sender.
 pub type Messages = BTreeMap<Vec<u8>, Vec<Vec<u8>>>;
 
 /// An agent.
@@ -54,7 +54,7 @@ pub struct Agent {
 
 static AGENTS: Mutex<BTreeMap<Vec<u8>, Agent>> = Mutex::new(BTreeMap::new());
 
-/// Adds an agent. Returns whether its name was free.
+/// Adds an agent. Returns false if the name is in use.
 pub fn add(name: &[u8]) -> bool {
     AGENTS.lock().unwrap().insert(name.to_vec(), Agent::default()).is_none()
 }
@@ -63,12 +63,12 @@ pub fn remove(name: &[u8]) {
     assert!(AGENTS.lock().unwrap().remove(name).is_some(), "the agent is destroyed twice");
 }
 
-/// Runs `work` with a live agent.
+/// Calls `work` with an agent, which must exist.
 pub fn with<T>(name: &[u8], work: impl FnOnce(&mut Agent) -> T) -> T {
     work(AGENTS.lock().unwrap().get_mut(name).expect("a live agent"))
 }
 
-/// Delivers a message, and returns whether the receiver exists.
+/// Delivers a message. Returns false if the receiver does not exist.
 pub fn deliver(from: &[u8], to: &[u8], message: &[u8]) -> bool {
     let mut agents = AGENTS.lock().unwrap();
     let Some(receiver) = agents.get_mut(to) else { return false };
@@ -76,7 +76,7 @@ pub fn deliver(from: &[u8], to: &[u8], message: &[u8]) -> bool {
     true
 }
 
-/// Encodes an agent's registered memory.
+/// Encodes the name and the registered memory of an agent.
 pub fn metadata(name: &[u8]) -> Vec<u8> {
     let mut bytes = (name.len() as u64).to_le_bytes().to_vec();
     bytes.extend(name);
@@ -90,7 +90,7 @@ pub fn metadata(name: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Decodes metadata: a name and the registered memory.
+/// Decodes the name and the registered memory of an agent.
 pub fn parse(bytes: &[u8]) -> Option<(Vec<u8>, Registered)> {
     let number = |bytes: &[u8]| Some(u64::from_le_bytes(bytes.get(..8)?.try_into().ok()?));
     let len = number(bytes)? as usize;
@@ -105,12 +105,12 @@ pub fn parse(bytes: &[u8]) -> Option<(Vec<u8>, Registered)> {
     Some((name, registered))
 }
 
-/// Returns whether all ranges of a list are registered with an agent, if the agent exists.
+/// Returns true if all ranges of `list` are registered with the agent, or if the agent does not exist.
 pub fn is_registered(name: &[u8], list: &List) -> bool {
     AGENTS.lock().unwrap().get(name).is_none_or(|agent| covers(&agent.registered, list))
 }
 
-/// Returns whether all ranges of a list are registered.
+/// Returns true if all ranges of `list` are registered.
 pub fn covers(registered: &[(c_int, Range)], list: &List) -> bool {
     list.ranges
         .iter()
@@ -122,10 +122,10 @@ fn with_file<T>(range: &Range, work: impl FnOnce(&std::fs::File) -> T) -> T {
     work(&ManuallyDrop::new(unsafe { std::fs::File::from_raw_fd(range.device as i32) }))
 }
 
-/// Copies the bytes of all pairs. Returns whether all files permitted it.
+/// Copies the bytes of all pairs of ranges. Returns false if reading or writing a file failed.
 ///
 /// # Safety
-/// Ranges of memory are valid, and nothing else uses the targets.
+/// The ranges of memory must be valid, and nothing else may use the targets.
 pub unsafe fn copy(from: &List, to: &List) -> bool {
     for (source, target) in from.ranges.iter().zip(&to.ranges) {
         let mut bytes = vec![0; source.len];

@@ -1,8 +1,8 @@
-//! `remanent archive` copies closed stores to an object store, and checks and prunes these copies. `restore.rs` is
-//! `remanent restore --from`.
+//! `remanent archive` copies closed stores to an object store, and checks and prunes these copies. `restore.rs`
+//! implements `remanent restore --from`.
 //!
-//! Every command may be interrupted or killed at any moment and run again: the crate `remanent-archive` changes an archive
-//! and a directory only in steps that a crash may end.
+//! Every command may be interrupted or killed at any time and run again, because each step by which the crate
+//! `remanent-archive` changes an archive or a directory is crash-safe.
 
 mod prune;
 mod push;
@@ -15,26 +15,26 @@ use crate::cli::exit::Outcome;
 use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
-An archive is a copy of one store in a bucket of an object store, or in a folder: \"archive push\" adds what is new, and \
-\"restore --from\" makes a store from it on any machine. URL is one of
+An archive is a copy of one store in a bucket of an object store or in a local folder. \"archive push\" uploads new \
+data, and \"restore --from\" restores the store on any machine. URL is one of
 
-  s3://BUCKET/PATH            S3, or a server with its protocol
+  s3://BUCKET/PATH            S3 or a compatible server
   gs://BUCKET/PATH            Google Cloud Storage
   az://CONTAINER/PATH         Azure Blob Storage
   file:///FOLDER              an existing local folder
 
-Credentials and settings come from the environment, in the variables of the service: AWS_ACCESS_KEY_ID, \
-AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME and so on. A URL \
-with a password or a query is refused. A server without TLS also needs AWS_ALLOW_HTTP=true. The credential needs get, put, \
-list and delete.
+Credentials and settings are read from the environment variables of the service: AWS_ACCESS_KEY_ID, \
+AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME and so on. A \
+URL with a password or a query is rejected. A server without TLS also needs AWS_ALLOW_HTTP=true. The credentials must \
+permit get, put, list and delete.
 
-Each command may be interrupted at any time and run again.
+Each command can be interrupted at any time and run again.
 
 Examples:
-  remanent archive push store s3://bucket/run-7       after each run, when the store is closed
-  remanent archive status s3://bucket/run-7           what the archive contains
-  remanent archive verify s3://bucket/run-7           read all of it
-  remanent restore --from s3://bucket/run-7 store     on another machine";
+  remanent archive push store s3://bucket/run-7       archive the store after each run
+  remanent archive status s3://bucket/run-7           show what the archive contains
+  remanent archive verify s3://bucket/run-7           check the archive
+  remanent restore --from s3://bucket/run-7 store     restore it on another machine";
 
 /// Copy a store to an object store, and check and prune the copy
 #[derive(clap::Args)]

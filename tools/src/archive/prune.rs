@@ -1,4 +1,4 @@
-//! `remanent archive prune` deletes objects that the newest snapshot of an archive has replaced, or counts them.
+//! `remanent archive prune` deletes the objects that the newest snapshot of an archive replaces, or counts them.
 
 use remanent_archive::Error;
 use remanent_archive::line::{Line, PrunePlan, Pruned, Swept};
@@ -12,19 +12,19 @@ use crate::cli::output::Output;
 use crate::cli::progress;
 
 const EXAMPLES: &str = "\
-Each push prunes by itself. This command is for archives whose last push was cut short, and may run while a writer pushes. \
-It reads back every part of the newest archived snapshot, appends a boundary over it, and deletes what the boundary \
-before that one has passed. Deletes lag one boundary behind, so that a restore that is running is not disturbed. Without \
+Each push also prunes. Use this command if the last push was interrupted. It may run while another process pushes. It \
+reads back every part of the newest archived snapshot, appends a boundary for it, and deletes the objects that the \
+previous boundary released. Deletes lag one boundary behind, so that they do not affect running restores. Without \
 --yes, nothing is changed, and the snapshot is not read back.
 
 Examples:
-  remanent archive prune s3://bucket/run-7           print what would be removed
+  remanent archive prune s3://bucket/run-7           print what would be deleted
   remanent archive prune s3://bucket/run-7 --yes";
 
-/// Number of boundaries and appends of a writer that may interfere with a prune.
+/// Maximum number of attempts to prune. An attempt fails if another process appends concurrently.
 const ATTEMPTS: u32 = 16;
 
-/// Delete what the newest archived snapshot has replaced, or print what would be deleted
+/// Delete objects that the newest archived snapshot replaces, or print what would be deleted
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Prune {
@@ -76,7 +76,7 @@ impl Prune {
         }
         let Some((number, start)) = boundary else {
             return out.line(
-                "nothing to prune: a boundary over the newest snapshot exists, or there is no snapshot",
+                "nothing to prune: there is no snapshot, or the newest snapshot already has a boundary",
             );
         };
         if self.yes {
@@ -86,8 +86,8 @@ impl Prune {
             return report_swept(swept, out);
         }
         out.line(format_args!(
-            "would append boundary {number}, which keeps the line from position {start} on, and remove {line_objects} \
-             line objects and {data_objects} data objects; use --yes to do it"
+            "would append boundary {number}, which keeps the line from position {start} on, and delete {line_objects} \
+             line objects and {data_objects} data objects; use --yes to delete them"
         ))
     }
 }
@@ -103,7 +103,8 @@ fn counts(plan: Option<&PrunePlan>) -> Swept {
     }
 }
 
-/// Reads back the newest manifest and prunes. If a writer appends meanwhile, the manifest is not read again.
+/// Reads back the newest manifest and prunes. If another process appends concurrently, tries again without reading the
+/// same manifest again.
 async fn prune(bucket: &WatchedBucket) -> remanent_archive::Result<Pruned> {
     let mut known = None;
     for attempt in 1.. {

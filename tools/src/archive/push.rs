@@ -17,22 +17,24 @@ use crate::read::store_dir::StoreDir;
 use crate::read::writer_lock;
 
 const EXAMPLES: &str = "\
-Uploads the batches that the archive lacks, the newest snapshot and named snapshots, and then deletes what two newer \
-snapshots have replaced. A named snapshot is kept until its name is given up. The store must be closed: the command holds its lock. Run it after each run, or from a timer between runs. The \
-first push to an empty URL creates the archive; a URL is the archive of one store. Take a snapshot first, so that a \
-restore need not replay all of the log.
+Uploads the batches, named snapshots and newest snapshot that the archive lacks, and then deletes objects that two \
+newer snapshots replace. A named snapshot is kept until its name is given up. The store must be closed, because the \
+command holds its lock. Run the command after each run, or from a timer between runs. The first push to an empty URL \
+creates the archive. A URL can contain the archive of one store only. Take a snapshot first, so that a restore does \
+not have to replay the whole log.
 
-A directory may push only if it created the newest fence of the archive, and if its history contains the archived \
-batches. After a restore elsewhere the old directory is refused, and nothing is changed. If the directory that fenced last \
-is lost and this one has all archived batches, --takeover waives the first condition, never the second.
+A directory may push only if it created the newest fence of the archive, and if its history contains the last archived \
+batch. After a restore to another directory, the old directory is rejected and nothing is changed. If the directory \
+that created the newest fence is lost and this one contains all archived batches, use --takeover. It waives the first \
+condition, never the second.
 
-Lists damaged snapshots, which are skipped, and then exits with 1.
+Damaged snapshots are listed and skipped; the command then exits with 1.
 
 Examples:
   remanent snapshot store && remanent archive push store s3://bucket/run-7
   mkdir -p /mnt/nas/run-7 && remanent archive push store file:///mnt/nas/run-7";
 
-/// Archive a closed store: upload its new batches and its newest snapshot
+/// Archive a closed store: upload its new batches and snapshots
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Push {
@@ -40,7 +42,7 @@ pub struct Push {
     dir: PathBuf,
     /// URL of the archive
     url: String,
-    /// Permit a push although another directory began the newest term and is lost
+    /// Permit the push although another directory, which is lost, created the newest fence
     #[arg(long)]
     takeover: bool,
     /// Print the result as a JSON object
@@ -96,7 +98,7 @@ impl Push {
             out.line(format_args!("{damage}\n    cost: a snapshot was not archived"))?;
         }
         if pushed.term.is_none() {
-            return out.line(format_args!("store {store}: archived up to lsn {lsn}; nothing was new"));
+            return out.line(format_args!("store {store}: archived up to lsn {lsn}; no new data"));
         }
         let snapshot = pushed.snapshot.map_or(String::new(), |snapshot| format!(", snapshot {snapshot}"));
         let named = match pushed.named {

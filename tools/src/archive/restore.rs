@@ -1,4 +1,4 @@
-//! `remanent restore --from` makes a store from an archive.
+//! `remanent restore --from` restores a store from an archive.
 
 use std::path::{Path, PathBuf};
 use std::{fs, io};
@@ -22,7 +22,7 @@ use crate::read::writer_lock;
 pub fn restore(dir: &Path, url: &str, is_json: bool, out: &mut Output) -> Outcome {
     let bucket = WatchedBucket::open(url)?;
     let failed = |error| local_failure(Some(dir), &error);
-    // All that can be refused is refused before the archive is claimed, which ends the term of its writer.
+    // All checks run before the archive is claimed, because a claim supersedes the current writer.
     let found = checked_status(dir, &bucket)?;
     fs::create_dir_all(dir).map_err(failed)?;
     let target = target_of(dir, &bucket, &found)?.url(url);
@@ -34,8 +34,8 @@ pub fn restore(dir: &Path, url: &str, is_json: bool, out: &mut Output) -> Outcom
     Ok(Ending::Fine)
 }
 
-/// Makes a store with an id of its own, whose history begins at the state `at` of the archive at `url`. The archive
-/// is not changed.
+/// Restores the state `at` of the archive at `url` as a new store with its own id, whose history starts at this state.
+/// Does not change the archive.
 pub fn restore_at(dir: &Path, url: &str, at: &StatePoint, is_json: bool, out: &mut Output) -> Outcome {
     let bucket = WatchedBucket::open(url)?;
     let failed = |error| local_failure(Some(dir), &error);
@@ -44,7 +44,8 @@ pub fn restore_at(dir: &Path, url: &str, at: &StatePoint, is_json: bool, out: &m
         let error = format!("{} contains an unfinished restore; use another directory", dir.display());
         return Err(Failure::Environment(error));
     }
-    // Next to the directory, so that image files are linked and not copied. A copy that was cut short begins again.
+    // The copy is next to the directory, so that image files can be linked instead of copied. An interrupted copy is
+    // started over.
     let copy = copy_path(dir)?;
     if copy.exists() {
         fs::remove_dir_all(&copy).map_err(|error| local_failure(Some(&copy), &error))?;
@@ -74,7 +75,7 @@ fn checked_status(dir: &Path, bucket: &WatchedBucket) -> Result<Status, Failure>
     bucket.run(Some(dir), status(bucket.archive()))
 }
 
-/// Locks the directory `dir`, which has enough space, as the target of a restore, and shows the progress.
+/// Checks the free space of `dir`, locks it as the target of a restore, and shows a progress bar.
 fn target_of(dir: &Path, bucket: &WatchedBucket, found: &Status) -> Result<RestoreTarget, Failure> {
     let (objects, bytes) =
         found.manifest.as_ref().map_or((0, 0), |newest| (newest.data_objects, newest.data_bytes));
@@ -84,15 +85,18 @@ fn target_of(dir: &Path, bucket: &WatchedBucket, found: &Status) -> Result<Resto
     Ok(target)
 }
 
-/// Returns the failure for an error that names the directory itself.
+/// Converts an error whose message already contains the path of the directory.
 fn names_directory(error: io::Error) -> Failure {
     local_failure(None, &error)
 }
 
-/// Returns the path of the copy of an archive from which a store is made.
+/// Returns the path of the intermediate copy of an archive.
 fn copy_path(dir: &Path) -> Result<PathBuf, Failure> {
     let name = dir.file_name().ok_or_else(|| {
-        Failure::Environment(format!("{}: the directory needs a name; write the whole path", dir.display()))
+        Failure::Environment(format!(
+            "{}: the path does not end with a directory name; specify the full path",
+            dir.display()
+        ))
     })?;
     let mut copy = std::ffi::OsString::from(".");
     copy.push(name);
@@ -100,18 +104,19 @@ fn copy_path(dir: &Path) -> Result<PathBuf, Failure> {
     Ok(dir.with_file_name(copy))
 }
 
-/// Checks that the files of the snapshot fit on the disk. The log needs more.
+/// Checks that `needed` bytes, the size of the snapshot files, are free. The log needs additional space.
 fn check_space(dir: &Path, needed: u64) -> Result<(), Failure> {
     let failed = |error| local_failure(Some(dir), &error);
     let system = rustix::fs::statvfs(dir).map_err(|errno| failed(errno.into()))?;
-    // The files of an unfinished restore are removed.
+    // The restore removes the files of an unfinished restore.
     let left: u64 = StoreDir::open(dir)?.files().map_err(failed)?.iter().map(|(.., len)| len).sum();
     let free = system.f_bavail.saturating_mul(system.f_frsize).saturating_add(left);
     if free >= needed {
         return Ok(());
     }
     Err(Failure::Environment(format!(
-        "{}: the restore needs more than {needed} bytes, and {free} bytes are free; free space, or use another directory",
+        "{}: the restore needs more than {needed} bytes, but only {free} bytes are free; free space or use another \
+         directory",
         dir.display()
     )))
 }

@@ -1,4 +1,4 @@
-//! `remanent archive status` prints a summary of an archive from few requests.
+//! `remanent archive status` prints a summary of an archive, with few requests.
 
 use remanent_archive::line::status;
 use remanent_archive::object::KeptSnapshot;
@@ -10,23 +10,24 @@ use crate::cli::json::object;
 use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
-Sends some dozen requests, however long the archive is, and changes nothing. To read everything, use `remanent archive \
-verify`. Positions are numbers in the names of objects, which are hexadecimal: position 26 is line/000000000000001a.
+Sends a few dozen requests, regardless of the size of the archive, and changes nothing. To read every object, use \
+`remanent archive verify`. Positions are printed in decimal. Object names contain them in hexadecimal: position 26 is \
+line/000000000000001a.
 
   store      id of the archived store
-  term       position of the newest fence: the object with which the writer, or a restore, began
-  line       first and last position that are kept
-  archived   last batch that a restore of the end contains
-  boundary   number of the newest boundary: objects below the first kept position may be deleted
-  snapshot   newest archived snapshot: from its first lsn on, a restore replays the log
-  named      a named snapshot that the archive keeps, with its batch and the bytes of its files, which snapshots may share
-  restore    what a restore reads
+  term       position of the newest fence, which the current writer or the last restore created
+  line       first and last kept position
+  archived   last archived batch
+  boundary   number of the newest boundary, which permits deleting objects below the first kept position
+  snapshot   newest archived snapshot; a restore replays the log after the first lsn
+  named      a kept named snapshot, with its lsn and the size of its files, which snapshots may share
+  restore    objects that a restore of the end reads
 
 Examples:
   remanent archive status s3://bucket/run-7
   remanent archive status file:///mnt/nas/run-7 --json";
 
-/// Show what an archive contains, from few requests
+/// Show what an archive contains, with few requests
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Status {

@@ -9,15 +9,15 @@ use crate::cli::output::Output;
 use crate::cli::progress;
 
 const EXAMPLES: &str = "\
-Reads every object that a restore of the end needs, compares all checksums, and lists each object that is missing or \
-damaged. The largest part are the data objects, which contain the files of the snapshot. With --sample, only a random \
-share of them is read: a tenth each day finds most damage within weeks. Changes nothing, and may run while a writer \
-pushes. Only the loss of the last \
-objects cannot be seen in the archive itself: compare the lsn with what the application reported.
+Reads every object that a restore of the end needs, checks all checksums, and lists each missing or damaged object. \
+Most of the bytes are in data objects, which contain the files of the snapshot. With --sample, only a random share of \
+them is read: a tenth per day finds most damage within weeks. Changes nothing, and may run while another process \
+pushes. The loss of the last objects cannot be detected in the archive itself: compare the printed lsn with the one \
+that the application reported.
 
-If an object is missing, look for a lifecycle rule, for a replica in place of the bucket, and for an archive tier. While \
-the store still exists, repair the archive by pushing to a new URL. `remanent restore --from` refuses a damaged \
-archive. With versioning on, the bucket may still have the object.
+If an object is missing, check whether a lifecycle rule deleted it, whether the URL names a replica of the bucket, and \
+whether the object is in an archive tier. If the bucket has versioning, it may still contain the object. If the store \
+still exists, push it to a new URL. `remanent restore --from` rejects a damaged archive.
 
 Examples:
   remanent archive verify s3://bucket/run-7
@@ -29,7 +29,7 @@ Examples:
 pub struct Verify {
     /// URL of the archive
     url: String,
-    /// Read only this share of the data objects, chosen at random: above 0, at most 1
+    /// Read only this random share of the data objects, above 0 and at most 1
     #[arg(long, value_name = "FRACTION", default_value = "1", value_parser = parse_share)]
     sample: f64,
     /// Print one JSON object per line, for each finding and for the summary
@@ -46,7 +46,7 @@ impl Verify {
     pub fn run(&self, out: &mut Output) -> Outcome {
         let bucket = WatchedBucket::open(&self.url)?;
         let (audited, unknown) = bucket.run(None, async {
-            // The total for the bar. If the archive is too damaged for a summary, the audit reports that.
+            // Computes the total for the progress bar. If the archive is too damaged, the audit reports that.
             if let Ok(found) = status(bucket.archive()).await {
                 let data = found.manifest.as_ref().map_or(0, |newest| newest.data_objects);
                 let total = found.line_objects() + (data as f64 * self.sample) as u64;
@@ -84,7 +84,7 @@ impl Verify {
             });
         }
         for name in unknown {
-            out.line(format_args!("note: {name} is not an object of an archive and is ignored"))?;
+            out.line(format_args!("note: {name} is not an archive object and is ignored"))?;
         }
         let outcome = match damaged.len() {
             0 => "clean:".to_owned(),
@@ -92,7 +92,7 @@ impl Verify {
         };
         let left_out = match left_out {
             0 => String::new(),
-            count => format!(", {count} data objects left out"),
+            count => format!(", {count} data objects skipped"),
         };
         out.line(format_args!(
             "{outcome} {objects} objects ({bytes} bytes) read{left_out}, lsn {}",
@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn share_is_above_zero_and_at_most_one() {
+    fn sample_must_be_above_zero_and_at_most_one() {
         assert_eq!(parse_share("0.25"), Ok(0.25));
         assert_eq!(parse_share("1"), Ok(1.0));
         for text in ["", "0", "-0.5", "1.01", "nan", "inf", "10%"] {

@@ -1,4 +1,4 @@
-//! A bucket that shows progress and delays, and failures of its archive.
+//! A bucket that shows progress and repeated requests, and converts errors of its archive.
 
 use std::cell::{Cell, RefCell};
 use std::io::{self, ErrorKind, Write};
@@ -24,18 +24,18 @@ const DETACH: &str =
 pub struct WatchedBucket {
     remote: RemoteBucket,
     url: String,
-    /// Counts objects that are created or read completely.
+    /// Counts objects that were created or read completely.
     bar: RefCell<ProgressBar>,
-    /// The class of the last failure that was shown.
+    /// The class of the last failure that was printed.
     shown: Cell<Option<FailureClass>>,
 }
 
 impl WatchedBucket {
-    /// Opens the bucket without a request.
+    /// Opens the bucket. Sends no request.
     pub fn open(url: &str) -> Result<Self, Failure> {
         let remote = RemoteBucket::open(url, RemoteOptions::default())
             .map_err(|error| Failure::Environment(error.to_string()))?;
-        // A URL that was opened contains no credential.
+        // A URL that can be opened contains no credentials.
         let bar = RefCell::new(ProgressBar::hidden());
         Ok(Self { remote, url: url.to_owned(), bar, shown: Cell::new(None) })
     }
@@ -45,12 +45,12 @@ impl WatchedBucket {
         Archive { bucket: self, nonces: &SystemNonces, rules: Rules::default() }
     }
 
-    /// Counts objects in `bar`.
+    /// Replaces the progress bar with `bar`, which counts objects.
     pub fn show_progress(&self, bar: ProgressBar) {
         self.bar.replace(bar).finish_and_clear();
     }
 
-    /// Runs calls of the archive to their end. `dir` is the directory of the store, if the calls use one.
+    /// Runs `calls` to completion. `dir` is the directory of the store if they use one, for error messages.
     pub fn run<T>(
         &self,
         dir: Option<&Path>,
@@ -61,14 +61,14 @@ impl WatchedBucket {
         result.map_err(|error| self.failure(dir, error))
     }
 
-    /// Converts an error of the archive to a failure with the matching exit code.
+    /// Converts an error of the archive to a failure, which determines the exit code.
     fn failure(&self, dir: Option<&Path>, error: Error) -> Failure {
         let url = &self.url;
         match &error {
             Error::Local(source) => local_failure(dir, source),
             Error::Damaged { .. } | Error::ArchiveLost { .. } => Failure::Damage(format!("{url}: {error}")),
             Error::Diverged { reason: Divergence::UnknownFence, .. } => Failure::Environment(format!(
-                "{url}: {error}; if the directory that created it is lost, use --takeover; {DETACH}"
+                "{url}: {error}; if the directory that created this fence is lost, use --takeover; {DETACH}"
             )),
             Error::Diverged { .. } | Error::Superseded { .. } => {
                 Failure::Environment(format!("{url}: {error}; {DETACH}"))
@@ -81,7 +81,7 @@ impl WatchedBucket {
         self.bar.borrow().inc(1);
     }
 
-    /// Shows why a request is repeated, once for each reason.
+    /// Prints why a request is repeated, unless the previous note has the same reason.
     fn note_delay(&self, failure: &BucketError) {
         let is_repeated = matches!(
             failure.class,
@@ -94,13 +94,13 @@ impl WatchedBucket {
             return;
         }
         self.bar.borrow().suspend(|| {
-            // Ignore the error, because a closed standard error has no reader.
+            // Errors are ignored, because standard error may be closed.
             let _ = writeln!(io::stderr(), "remanent: {}: {failure}; trying again", self.url);
         });
     }
 }
 
-/// Converts an error of a directory to a failure. Errors of the kind `InvalidData` are damage.
+/// Converts an I/O error of a directory to a failure. Errors of kind `InvalidData` are damage.
 pub fn local_failure(dir: Option<&Path>, error: &io::Error) -> Failure {
     let message = match dir {
         Some(dir) => format!("{}: {error}", dir.display()),

@@ -1,11 +1,11 @@
-//! Calls of the simulated library that fail, and transfers that never end.
+//! Failing calls of the simulated library, and transfers that never end.
 
 use remanent::nixl::{Agent, HostBuffer, NixlError, Peer, Region};
 use remanent::{DeviceChoice, Error, Place, Result, Store};
 
-use crate::ground::{Ground, failure, meet, page, sent, settings, store};
+use crate::ground::{Ground, connect, failure, page, sent, settings, store};
 
-/// Functions whose failure is an error of a call.
+/// Functions whose failures are returned to the caller.
 const REPORTED: [&str; 25] = [
     "nixl_capi_create_configured_agent",
     "nixl_capi_create_params",
@@ -34,7 +34,7 @@ const REPORTED: [&str; 25] = [
     "nixl_capi_invalidate_remote_md",
 ];
 
-/// Functions that free something. Their failure is no error of a call, and at most leaks.
+/// Functions that free an object. Their failures are not returned, and at most leak the object.
 const FREEING: [&str; 10] = [
     "nixl_capi_destroy_params",
     "nixl_capi_destroy_backend",
@@ -48,8 +48,8 @@ const FREEING: [&str; 10] = [
     "nixl_capi_destroy_agent",
 ];
 
-/// Uses every function of the library.
-fn life(ground: &Ground, store: &Store, id: remanent::PageId) -> Result<Vec<u8>> {
+/// Calls every function of the library.
+fn call_every_function(ground: &Ground, store: &Store, id: remanent::PageId) -> Result<Vec<u8>> {
     let owner = ground.nixl.agent(&settings("owner"))?;
     let reader = ground.nixl.agent(&settings("reader"))?;
     let source = owner.register(store.lease(id)?)?;
@@ -76,7 +76,7 @@ fn each_failing_call_is_reported_and_frees_everything() {
         ground.delay(calls);
         for call in REPORTED.into_iter().filter(|call| calls > 0 || !call.ends_with("xfer_status")) {
             ground.arm(call, -2);
-            let error = failure(life(ground, &store, id));
+            let error = failure(call_every_function(ground, &store, id));
             assert!(ground.disarm(), "{call} was not called");
             let NixlError::Failed { call: failed, status: -2, .. } = error else {
                 panic!("{call}: {error:?}")
@@ -85,24 +85,24 @@ fn each_failing_call_is_reported_and_frees_everything() {
             assert_eq!(ground.alive(), before, "{call} leaks");
             assert!(store.pin(id).is_ok(), "{call} leaves the page leased");
         }
-        assert_eq!(life(ground, &store, id).unwrap(), [9; 64]);
+        assert_eq!(call_every_function(ground, &store, id).unwrap(), [9; 64]);
         assert_eq!(ground.alive(), before);
     }
 }
 
 #[test]
-fn failure_to_free_is_no_error_and_never_frees_early() {
+fn failed_free_is_ignored_and_never_frees_early() {
     let (ground, _turn) = Ground::get();
     let store = store(DeviceChoice::Host);
     for call in FREEING {
         let id = page(&store, &[9; 64], Place::Host);
         ground.arm(call, -2);
-        assert_eq!(life(ground, &store, id).unwrap(), [9; 64], "{call}");
+        assert_eq!(call_every_function(ground, &store, id).unwrap(), [9; 64], "{call}");
         assert!(ground.disarm(), "{call} was not called");
-        // The first region that is dropped is the reader's buffer. The page's registration has ended.
+        // The region that is dropped first is the buffer of the reader. The registration of the page has ended.
         assert!(store.pin(id).is_ok(), "{call}");
     }
-    // A page whose registration does not end stays leased.
+    // If its registration cannot be ended, a page stays leased.
     let id = page(&store, &[9; 64], Place::Host);
     let agent = ground.agent("owner");
     let region = agent.register(store.lease(id).unwrap()).unwrap();
@@ -111,7 +111,7 @@ fn failure_to_free_is_no_error_and_never_frees_early() {
     assert!(ground.disarm() && matches!(store.pin(id), Err(Error::Leased { .. })));
 }
 
-/// Returns two agents, a leased page of the first, and a transfer's ranges.
+/// Returns two agents, a registered page of the first one and a registered buffer of the second one.
 fn pair<'s>(
     ground: &Ground,
     store: &'s Store,
@@ -120,7 +120,7 @@ fn pair<'s>(
     let (owner, reader) = (ground.agent("owner"), ground.agent("reader"));
     let source = owner.register(store.lease(id).unwrap()).unwrap();
     let target = reader.register(HostBuffer::new(64).unwrap()).unwrap();
-    let (_, to_reader) = meet(&owner, &reader);
+    let (_, to_reader) = connect(&owner, &reader);
     (owner, to_reader, source, target, reader)
 }
 
@@ -150,7 +150,7 @@ fn timed_out_transfer_keeps_the_page_leased() {
 }
 
 #[test]
-fn failed_transfer_ends_the_lease_and_the_agent_continues() {
+fn failed_transfer_releases_lease_and_agent_continues() {
     let (ground, _turn) = Ground::get();
     let store = store(DeviceChoice::Host);
     let id = page(&store, &[9; 64], Place::Host);
@@ -169,7 +169,7 @@ fn failed_transfer_ends_the_lease_and_the_agent_continues() {
 }
 
 #[test]
-fn forked_child_uses_and_frees_nothing() {
+fn forked_child_cannot_use_or_free_agents() {
     let (ground, _turn) = Ground::get();
     let store = store(DeviceChoice::Host);
     let id = page(&store, &[9; 64], Place::Host);

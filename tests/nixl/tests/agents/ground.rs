@@ -1,4 +1,4 @@
-//! The simulated driver and the simulated library.
+//! The simulated CUDA driver and the simulated NIXL library.
 
 use std::ffi::CString;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use remanent::nixl::{Agent, AgentOptions, Backend, Nixl, NixlError, Peer, Region
 use remanent::options::SnapshotSchedule;
 use remanent::{DeviceChoice, Error, Options, PageId, Place, Store};
 
-/// The libraries of the tests.
+/// The libraries that the tests use.
 pub struct Ground {
     pub nixl: Nixl,
     library: Library,
@@ -18,11 +18,11 @@ pub struct Ground {
 }
 
 impl Ground {
-    /// Returns the libraries and exclusive use of them.
+    /// Returns the libraries, and a guard for exclusive use of them.
     pub fn get() -> (&'static Self, MutexGuard<'static, ()>) {
         static GROUND: OnceLock<Ground> = OnceLock::new();
         static TURN: Mutex<()> = Mutex::new(());
-        // A failed test does not affect the next one, so a poisoned lock is ignored.
+        // A failed test must not affect the next one, so a poisoned lock is ignored.
         let turn = TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let ground = GROUND.get_or_init(Self::load);
         ground.delay(0);
@@ -40,7 +40,7 @@ impl Ground {
         Self { nixl, library, _driver: driver }
     }
 
-    /// Makes the next call of a function of NIXL fail with `status`.
+    /// Makes the next call of a function of NIXL return `status`.
     pub fn arm(&self, name: &str, status: i32) {
         // SAFETY: the signature that the library's `faults.rs` gives it.
         let arm: Symbol<unsafe extern "C" fn(*const i8, u64, i32)> = unsafe { self.own(b"fake_nixl_arm") };
@@ -49,28 +49,28 @@ impl Ground {
         unsafe { arm(name.as_ptr().cast(), 1, status) };
     }
 
-    /// Disarms the fault; returns whether a call failed with it.
+    /// Removes the injected fault. Returns true if a call has failed because of it.
     pub fn disarm(&self) -> bool {
         // SAFETY: the same.
         let disarm: Symbol<extern "C" fn() -> u32> = unsafe { self.own(b"fake_nixl_disarm") };
         disarm() == 0
     }
 
-    /// Keeps transfers in flight for a number of status calls; `u64::MAX` for ever.
+    /// Keeps each transfer in flight for a number of status calls. `u64::MAX` means forever.
     pub fn delay(&self, calls: u64) {
         // SAFETY: the same.
         let delay: Symbol<extern "C" fn(u64)> = unsafe { self.own(b"fake_nixl_delay") };
         delay(calls);
     }
 
-    /// Flips a bit in each of the next transfers.
+    /// Flips a bit in each of the next `transfers` transfers.
     pub fn flip(&self, transfers: u64) {
         // SAFETY: the same.
         let flip: Symbol<extern "C" fn(u64)> = unsafe { self.own(b"fake_nixl_flip") };
         flip(transfers);
     }
 
-    /// Returns the number of the library's objects that were not freed.
+    /// Returns the number of objects that the library created and did not free.
     pub fn alive(&self) -> u64 {
         // SAFETY: the same.
         let alive: Symbol<extern "C" fn() -> u64> = unsafe { self.own(b"fake_nixl_alive") };
@@ -80,7 +80,7 @@ impl Ground {
     /// Looks up a function of the simulated library.
     ///
     /// # Safety
-    /// The function has the signature `F`.
+    /// The function must have the signature `F`.
     unsafe fn own<F>(&self, name: &[u8]) -> Symbol<'_, F> {
         // SAFETY: passed on.
         unsafe { self.library.get(name) }.expect("a function of the library")
@@ -91,25 +91,25 @@ impl Ground {
     }
 }
 
-/// Returns the settings of an agent whose transfers are given up after a short time.
+/// Returns the options of an agent with a short time limit for transfers.
 pub fn settings(name: &str) -> AgentOptions {
     AgentOptions::new(name)
         .backends([Backend::ucx(), Backend::posix().param("use_uring", "true")])
         .timeout(Duration::from_millis(50))
 }
 
-/// Makes two agents know each other, and returns them as each other's peers.
-pub fn meet(one: &Agent, other: &Agent) -> (Peer, Peer) {
+/// Loads the metadata of two agents into each other. Returns each agent as a peer of the other.
+pub fn connect(one: &Agent, other: &Agent) -> (Peer, Peer) {
     let of_other = one.load_peer(&other.metadata().unwrap()).unwrap();
     (other.load_peer(&one.metadata().unwrap()).unwrap(), of_other)
 }
 
-/// Sends a region's description as bytes.
+/// Encodes and decodes the description of a region, as if it were sent to a peer.
 pub fn sent<M: remanent::nixl::Memory>(region: &Region<M>) -> RemoteRegion {
     RemoteRegion::from_bytes(&region.describe().to_bytes()).unwrap()
 }
 
-/// Returns the failure of NIXL.
+/// Returns the NIXL error of a failed call.
 pub fn failure<T: std::fmt::Debug>(result: remanent::Result<T>) -> NixlError {
     match result {
         Err(Error::Nixl(error)) => *error,
@@ -123,14 +123,14 @@ pub fn store(device: DeviceChoice) -> Store {
     Options::new().snapshots(schedule).device(device).open_temporary().unwrap()
 }
 
-/// Creates a page with these bytes.
+/// Creates a page with the given contents.
 pub fn page(store: &Store, bytes: &[u8], place: Place) -> PageId {
     let mut batch = store.batch();
     batch.create_from(bytes.to_vec(), place);
     store.commit(batch).unwrap().pages[0]
 }
 
-/// Returns bytes that differ by their position and a seed.
+/// Returns bytes that depend on their position and on `seed`.
 pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut state = seed | 1;
     let next = |state: &mut u64| {
@@ -140,7 +140,7 @@ pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
     (0..len).map(|_| next(&mut state)).collect()
 }
 
-/// Returns the path of a library that cargo built: next to the test binary, or one folder up.
+/// Returns the path of a library that cargo has built: in the folder of the test binary, or one folder up.
 pub fn built(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("a test knows where it is");
     let folders: Vec<&Path> = test.ancestors().skip(1).take(2).collect();

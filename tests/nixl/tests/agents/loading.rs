@@ -1,4 +1,5 @@
-//! The library is found by its name, a variable or a path, and a library that cannot be used is refused with its reason.
+//! Loading the library by its name, by an environment variable or by a path, and the errors of libraries that are not
+//! supported.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,7 +10,7 @@ use remanent::nixl::{AgentOptions, Nixl, NixlError};
 
 use crate::ground::{built, failure};
 
-/// The functions that a library must have.
+/// The functions that a supported library must have.
 const FUNCTIONS: [&str; 35] = [
     "nixl_capi_create_configured_agent",
     "nixl_capi_destroy_agent",
@@ -48,11 +49,11 @@ const FUNCTIONS: [&str; 35] = [
     "nixl_capi_destroy_notif_map",
 ];
 
-/// A function of the supported version, and one of later versions.
+/// A function of the supported version, and a function that only later versions have.
 const SINCE: &str = "nixl_capi_create_remote_dlist";
 const AFTER: &str = "nixl_capi_mem_free";
 
-/// Compiles a library with these functions, which all fail.
+/// Compiles a library with these functions. All of them return errors.
 fn compile<'f>(folder: &Path, name: &str, functions: impl IntoIterator<Item = &'f str>) -> PathBuf {
     let source = folder.join("library.c");
     let text: String =
@@ -73,7 +74,7 @@ fn text(path: &Path) -> String {
 }
 
 #[test]
-fn missing_functions_are_named() {
+fn missing_functions_are_reported_by_name() {
     let folder = tempfile::tempdir().unwrap();
     for missing in FUNCTIONS {
         let others = FUNCTIONS.into_iter().filter(|name| *name != missing).chain([SINCE]);
@@ -88,7 +89,7 @@ fn missing_functions_are_named() {
 }
 
 #[test]
-fn other_version_is_refused_by_name() {
+fn unsupported_version_is_reported() {
     let folder = tempfile::tempdir().unwrap();
     let older = compile(folder.path(), "older.so", FUNCTIONS);
     let newer = compile(folder.path(), "newer.so", FUNCTIONS.into_iter().chain([SINCE, AFTER]));
@@ -97,7 +98,7 @@ fn other_version_is_refused_by_name() {
             NixlError::OtherVersion { library: text(path), found: found.to_owned(), supported: "1.5" };
         assert_eq!(refused(path), expected);
     }
-    // The version of a wheel is in the name of a folder.
+    // The name of a folder next to the wheel contains its version.
     let wheel = folder.path().join(".nixl_cu12.mesonpy.libs");
     std::fs::create_dir(&wheel).unwrap();
     let library = compile(&wheel, "libnixl_capi.so", FUNCTIONS.into_iter().chain([SINCE]));
@@ -112,7 +113,7 @@ fn other_version_is_refused_by_name() {
 }
 
 #[test]
-fn everything_that_was_tried_is_listed() {
+fn error_lists_every_path_that_was_tried() {
     let folder = tempfile::tempdir().unwrap();
     let tried = vec![(text(folder.path()), "no wheel of NIXL".to_owned())];
     assert_eq!(refused(folder.path()), NixlError::NotFound { tried });
@@ -123,7 +124,7 @@ fn everything_that_was_tried_is_listed() {
     assert!(parts.iter().all(|part| message.contains(part)), "{message}");
 }
 
-/// Loads the library in a process with other variables.
+/// Loads the library in a process with these environment variables.
 fn load_in_child(variables: &[(&str, &Path)]) -> String {
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", "loading::child_prints_what_it_loads", "--nocapture"]).env("LOADING_CHILD", "1");
@@ -157,7 +158,8 @@ fn library_is_found_by_variable_linker_and_wheel() {
     let output = load_in_child(&[("LD_LIBRARY_PATH", folder.path())]);
     assert!(output.contains(&format!("loaded {} None", by_name.display())), "{output}");
 
-    // Without an entry of the linker, the wheel in the environment is loaded. A library of the machine comes first.
+    // If the dynamic linker finds no library, the wheel in the environment is loaded. A library that is installed on
+    // this machine comes first.
     let environment = tempfile::tempdir().unwrap();
     let packages = environment.path().join("lib/python3.11/site-packages");
     let output = load_in_child(&[("VIRTUAL_ENV", environment.path())]);

@@ -1,5 +1,5 @@
-//! Agents that transfer pages of stores by NIXL: on the simulated library, and on the real one between two processes if
-//! it is installed.
+//! Agents that transfer pages of stores with NIXL: in one process with the simulated library, and between two processes
+//! with the real library if it is installed.
 
 mod failures;
 mod ground;

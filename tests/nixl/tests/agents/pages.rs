@@ -1,4 +1,4 @@
-//! Pages that a server sends to clients, on the simulated library.
+//! Page servers and page clients, on the simulated library.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use remanent::{DeviceChoice, Epoch, Error, Key, PageId, Place, Store};
 
 use crate::ground::{Ground, failure, page, pattern, settings, store};
 
-/// The time limit of calls that are not expected to fail.
+/// The time limit of calls that are expected to succeed.
 const PATIENCE: Duration = Duration::from_secs(60);
 const ROOM: u64 = 8192;
 
@@ -16,8 +16,8 @@ fn patient(ground: &Ground, name: &str) -> Agent {
     ground.nixl.agent(&AgentOptions::new(name).timeout(PATIENCE)).unwrap()
 }
 
-/// Runs `work` with a client while a server of the store answers. `between` runs between two calls of the server, with
-/// the number of pages that were sent in the last one.
+/// Calls `work` with a client while a server of the store answers in another thread. Calls `between` after each call of
+/// the server, with the number of pages that this call sent.
 fn with_server<T>(
     ground: &Ground,
     store: &Store,
@@ -38,7 +38,7 @@ fn with_server<T>(
             server.serve(Duration::ZERO).unwrap();
             format!("{server:?}")
         });
-        /// Ends the server, also if the work panics.
+        /// Stops the server, even if `work` panics.
         struct End<'b>(&'b AtomicBool);
         impl Drop for End<'_> {
             fn drop(&mut self) {
@@ -104,7 +104,7 @@ fn fetched_pages_have_the_bytes_and_epoch_of_the_store() {
 }
 
 #[test]
-fn page_without_room_is_refused_with_its_length() {
+fn too_long_page_is_refused_with_its_length() {
     let (ground, _turn) = Ground::get();
     let store = store(DeviceChoice::Host);
     let long = page(&store, &pattern(ROOM as usize + 1, 1), Place::Host);
@@ -116,7 +116,9 @@ fn page_without_room_is_refused_with_its_length() {
             let error = failure(client.fetch(long));
             assert!(matches!(error, NixlError::Refused { .. }));
             assert!(
-                error.to_string().contains("it has 8193 bytes, and the client has room for 8192"),
+                error
+                    .to_string()
+                    .contains("it is 8193 bytes long, but the client accepts at most 8192 bytes"),
                 "{error}"
             );
             let short = page(&store, b"short", Place::Host);
@@ -148,7 +150,7 @@ fn damaged_page_is_fetched_again_and_then_reported() {
     );
 }
 
-/// Sets the bytes of both pages in one batch.
+/// Replaces the contents of both pages in one batch.
 fn set(store: &Store, pages: [PageId; 2], bytes: &[u8]) {
     let mut batch = store.batch();
     pages.into_iter().for_each(|page| {
@@ -158,7 +160,7 @@ fn set(store: &Store, pages: [PageId; 2], bytes: &[u8]) {
 }
 
 #[test]
-fn page_that_changes_meanwhile_is_fetched_again() {
+fn page_changed_during_fetch_is_fetched_again() {
     let (ground, _turn) = Ground::get();
     let store = store(DeviceChoice::Host);
     let pages = [page(&store, b"old!", Place::Host), page(&store, b"old!", Place::Host)];
@@ -178,7 +180,7 @@ fn page_that_changes_meanwhile_is_fetched_again() {
 }
 
 #[test]
-fn pages_that_change_without_end_are_reported() {
+fn constantly_changing_pages_are_reported() {
     let (ground, _turn) = Ground::get();
     let store = store(DeviceChoice::Host);
     let pages = [page(&store, b"old!", Place::Host), page(&store, b"old!", Place::Host)];
@@ -196,7 +198,7 @@ fn pages_that_change_without_end_are_reported() {
 }
 
 #[test]
-fn silent_server_is_given_up_and_its_late_bytes_harm_nothing() {
+fn late_bytes_of_abandoned_server_are_harmless() {
     let (ground, _turn) = Ground::get();
     let store = store(DeviceChoice::Host);
     let id = page(&store, &pattern(4096, 6), Place::Host);
@@ -222,12 +224,12 @@ fn silent_server_is_given_up_and_its_late_bytes_harm_nothing() {
         assert!(matches!(failure(client.fetch(id)), NixlError::Lost { .. }));
         drop(client);
     });
-    // The buffer is still registered, so the page can be written to it.
+    // The buffer is still registered, so a late page can be written to it.
     assert_eq!(server.serve(Duration::ZERO).unwrap(), 1);
 }
 
 #[test]
-fn client_whose_transfer_fails_is_forgotten_and_can_come_back() {
+fn client_with_failed_transfer_can_reconnect() {
     let (ground, _turn) = Ground::get();
     let store = store(DeviceChoice::Host);
     let id = page(&store, b"page", Place::Host);

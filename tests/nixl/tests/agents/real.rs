@@ -1,5 +1,5 @@
-//! Two processes of this machine that transfer pages by the real library, over shared memory and over TCP. Skipped if the
-//! library is not installed; `REMANENT_NIXL` names it.
+//! Transfers pages between two processes with the real library, over shared memory and over TCP. The tests are skipped
+//! if the library is not installed. The environment variable `REMANENT_NIXL` contains its path.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -17,7 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const PAGES: u64 = 8;
 const PAGE_LEN: u64 = 2 << 20;
 
-/// Runs the test `name` in a process of its own.
+/// Runs the test `name` in a new process.
 fn start(name: &str, folder: &Path, tls: &str) -> Child {
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", name, "--nocapture"]).env("REAL_FOLDER", folder).env("UCX_TLS", tls);
@@ -26,24 +26,24 @@ fn start(name: &str, folder: &Path, tls: &str) -> Child {
     child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// Waits for a child, and checks that it succeeded.
+/// Waits for a child, and asserts that it succeeded.
 fn succeed(child: Child) {
     let output = child.wait_with_output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(output.status.success(), "{}\n{}", text(&output.stdout), text(&output.stderr));
 }
 
-/// Returns whether the library is installed.
+/// Returns true if the library is installed.
 fn is_installed() -> bool {
     Nixl::load().inspect_err(|error| eprintln!("SKIPPED: {error}")).is_ok()
 }
 
-/// Returns the folder in which two processes meet, in a child.
+/// In a child process, returns the folder through which the processes exchange files.
 fn folder() -> Option<PathBuf> {
     std::env::var_os("REAL_FOLDER").map(PathBuf::from)
 }
 
-/// Waits until `ready` returns a value.
+/// Waits until `ready` returns a value, and returns the value.
 #[expect(clippy::disallowed_methods, reason = "another process changes what is waited for")]
 fn wait<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
     let started = Instant::now();
@@ -56,7 +56,7 @@ fn wait<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Writes a file that the other process reads.
+/// Writes a file for the other process.
 fn publish(folder: &Path, name: &str, bytes: &[u8]) {
     let written = folder.join(format!("{name}.new"));
     std::fs::write(&written, bytes).unwrap();
@@ -125,7 +125,7 @@ fn child_receives_pages() {
         buffer.read(at * PAGE_LEN, &mut bytes).unwrap();
         assert!(bytes == pattern(PAGE_LEN as usize, at), "page {at} differs");
     }
-    // The first page once more, by a read.
+    // Transfers the first page again, with a read.
     buffer.write(0, &vec![0; PAGE_LEN as usize]).unwrap();
     let page = RemoteRegion::from_bytes(&published(&folder, "page")).unwrap();
     let range = [(target.range(0, PAGE_LEN).unwrap(), page.range(0, PAGE_LEN).unwrap())];
@@ -133,7 +133,7 @@ fn child_receives_pages() {
     buffer.read(0, &mut bytes).unwrap();
     assert!(bytes == pattern(PAGE_LEN as usize, 0), "the page that was read differs");
     agent.notify(&owner, b"read").unwrap();
-    // The owner has not received the message until its agent has asked for it.
+    // The owner receives the message only when its agent polls for it.
     drop(agent);
 }
 
@@ -153,7 +153,7 @@ fn two_processes_exchange_verified_pages() {
 }
 
 #[test]
-fn killed_server_is_an_error_of_the_client() {
+fn killed_server_is_reported_to_client() {
     if folder().is_some() || !is_installed() {
         return;
     }
@@ -217,7 +217,7 @@ fn child_loses_its_server() {
 }
 
 #[test]
-fn page_moves_between_gpus_of_two_processes() {
+fn page_is_transferred_between_gpus_of_two_processes() {
     if folder().is_some() {
         return;
     }
@@ -252,7 +252,7 @@ fn child_owns_gpu_page() {
 #[test]
 fn child_receives_gpu_page() {
     let Some(folder) = folder() else { return };
-    // On a second GPU, if there is one.
+    // Uses a second GPU if there is one.
     let gpu = remanent::device::cuda::CudaDevice::count().unwrap() - 1;
     let store = store(DeviceChoice::Cuda(gpu.min(1)));
     let memory = store.device_bytes(PAGE_LEN, Place::Device(0)).unwrap();

@@ -5,7 +5,7 @@ use std::fs::File;
 use remanent::nixl::{FileRange, HostBuffer, NixlError, RegionKind};
 use remanent::{DeviceChoice, Error, Place};
 
-use crate::ground::{Ground, failure, meet, page, pattern, sent, store};
+use crate::ground::{Ground, connect, failure, page, pattern, sent, store};
 
 #[test]
 fn leased_page_is_written_to_a_peer_with_a_notification() {
@@ -19,8 +19,8 @@ fn leased_page_is_written_to_a_peer_with_a_notification() {
         let buffer = HostBuffer::new(10_000).unwrap();
         let region = reader.register(buffer.clone()).unwrap();
         let target = sent(&region);
-        let (_, to_reader) = meet(&owner, &reader);
-        // Two ranges that change places.
+        let (_, to_reader) = connect(&owner, &reader);
+        // Swaps two ranges.
         let halves = [
             (source.range(0, 4096).unwrap(), target.range(4100, 4096).unwrap()),
             (source.range(4096, 4096).unwrap(), target.range(4, 4096).unwrap()),
@@ -39,7 +39,7 @@ fn leased_page_is_written_to_a_peer_with_a_notification() {
 }
 
 #[test]
-fn pages_of_a_gpu_are_read_and_never_written() {
+fn gpu_pages_are_readable_and_not_writable() {
     let (ground, _turn) = Ground::get();
     let (owner, reader) = (ground.agent("owner"), ground.agent("reader"));
     let store = store(DeviceChoice::Cuda(0));
@@ -48,9 +48,9 @@ fn pages_of_a_gpu_are_read_and_never_written() {
     let host = owner.register(store.pin(page(&store, &pinned, Place::Pinned)).unwrap()).unwrap();
     let (of_device, of_host) = (sent(&device), sent(&host));
     assert_eq!((of_device.kind(), of_host.kind()), (RegionKind::Device, RegionKind::Host));
-    let (to_owner, _) = meet(&owner, &reader);
+    let (to_owner, _) = connect(&owner, &reader);
 
-    // Into device memory, and into a buffer.
+    // Reads into device memory and into a host buffer.
     let memory = store.device_bytes(4096, Place::Device(0)).unwrap();
     let target = reader.register(memory.clone()).unwrap();
     let copy = [(target.range(0, 4096).unwrap(), of_device.range(0, 4096).unwrap())];
@@ -65,7 +65,7 @@ fn pages_of_a_gpu_are_read_and_never_written() {
     buffer.read(0, &mut arrived).unwrap();
     assert!(arrived == pinned);
 
-    // A write sends the batches that were submitted before it.
+    // A write sends all batches that were submitted before it.
     let to_reader = owner.load_peer(&reader.metadata().unwrap()).unwrap();
     for round in 0..8_u8 {
         let mut batch = store.batch();
@@ -97,7 +97,7 @@ fn page_stays_leased_until_region_and_transfers_are_dropped() {
     assert_eq!(source.memory().info().page, id);
     let buffer = HostBuffer::new(64).unwrap();
     let target = reader.register(buffer.clone()).unwrap();
-    let (_, to_reader) = meet(&owner, &reader);
+    let (_, to_reader) = connect(&owner, &reader);
     let is_leased = || matches!(store.pin(id), Err(Error::Leased { .. }));
 
     ground.delay(2);
@@ -109,7 +109,7 @@ fn page_stays_leased_until_region_and_transfers_are_dropped() {
     drop(transfer);
     assert!(!is_leased());
 
-    // A dropped transfer is waited for.
+    // Dropping a transfer waits for it.
     let source = owner.register(store.lease(id).unwrap()).unwrap();
     let copy = [(source.range(0, 64).unwrap(), sent(&target).range(0, 64).unwrap())];
     buffer.write(0, &[0; 64]).unwrap();
@@ -148,12 +148,12 @@ fn file_is_written_and_read() {
 }
 
 #[test]
-fn invalid_transfers_are_refused_before_anything_moves() {
+fn invalid_transfers_are_refused_before_any_copy() {
     let (ground, _turn) = Ground::get();
     let (one, other) = (ground.agent("one"), ground.agent("other"));
     let region = one.register(HostBuffer::new(64).unwrap()).unwrap();
     let target = other.register(HostBuffer::new(64).unwrap()).unwrap();
-    let (to_one, to_other) = meet(&one, &other);
+    let (to_one, to_other) = connect(&one, &other);
     let local = |len| region.range(0, len).unwrap();
     let remote = |len| sent(&target).range(0, len).unwrap();
     let own = other.register(HostBuffer::new(64).unwrap()).unwrap();
@@ -166,7 +166,7 @@ fn invalid_transfers_are_refused_before_anything_moves() {
         (vec![(local(8), region.describe().range(0, 8).unwrap())], "a remote range belongs to another peer"),
         (
             vec![(local(8), remote(8)), (file.range(0, 8).unwrap(), remote(8))],
-            "the ranges of one side are in several kinds of memory",
+            "the ranges of one side have different kinds of memory",
         ),
     ];
     for (ranges, reason) in cases {
@@ -177,12 +177,12 @@ fn invalid_transfers_are_refused_before_anything_moves() {
     assert!(matches!(failure(region.range(60, 5)), NixlError::OutOfRegion { .. }));
     assert!(matches!(failure(sent(&target).range(0, 0)), NixlError::OutOfRegion { .. }));
 
-    // Memory that was registered after the metadata were loaded is unknown until newer metadata are loaded.
+    // Memory that was registered after the metadata was loaded can be used after newer metadata is loaded.
     let copy = [(local(8), sent(&own).range(0, 8).unwrap())];
     assert!(matches!(failure(one.write(&to_other, &copy, None)), NixlError::Failed { .. }));
     let to_other = one.load_peer(&other.metadata().unwrap()).unwrap();
     one.write(&to_other, &copy, None).unwrap().wait().unwrap();
-    // A peer that was forgotten is unknown too, and can be loaded again.
+    // A peer that was unloaded cannot be used. Its metadata can be loaded again.
     other.forget_peer(&to_one).unwrap();
     assert!(matches!(failure(other.notify(&to_one, b"?")), NixlError::Failed { meaning: "not found", .. }));
     let to_one = other.load_peer(&one.metadata().unwrap()).unwrap();
@@ -197,7 +197,7 @@ fn agents_and_metadata_are_checked() {
     let second = ground.agent("same");
     assert_ne!(agent.name(), second.name());
     let own = agent.metadata().unwrap();
-    let reason = "they are the agent's own";
+    let reason = "they are the metadata of this agent";
     assert_eq!(failure(agent.load_peer(&own)), NixlError::InvalidMetadata { reason });
     for len in 0..own.len() {
         assert!(matches!(failure(second.load_peer(&own[..len])), NixlError::InvalidMetadata { .. }));
@@ -206,7 +206,7 @@ fn agents_and_metadata_are_checked() {
         let options = remanent::nixl::AgentOptions::new(name);
         assert!(matches!(failure(ground.nixl.agent(&options)), NixlError::InvalidName { .. }), "{name:?}");
     }
-    // No page of length 0 and no page without an address is registered.
+    // An empty page and a page without an address cannot be registered.
     let store = store(DeviceChoice::Host);
     let empty = page(&store, b"", Place::Host);
     assert!(matches!(failure(agent.register(store.lease(empty).unwrap())), NixlError::OutOfRegion { .. }));
