@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use remanent::options::ArchiveOptions;
 use remanent::{Ack, PageId, Store};
 use remanent_tools::shared::exit::Failure;
+use remanent_tools::shared::size::Size;
 
+use crate::archived_snapshot::SnapshotFigures;
 use crate::figures::{Figure, Findings, Group, Unit, rate};
 use crate::latency::Latency;
 use crate::room::{self, BenchStop, Room};
@@ -14,8 +16,9 @@ use crate::{Common, Measure, check_seconds};
 
 const EXAMPLES: &str = "\
 One thread commits deltas of 4 KiB, in turn to a store without an archive and to a store with an archive. The ceiling \
-is the store without an archive. Then the thread commits single batches and waits until each is archived. The bucket \
-is a folder next to the stores, which syncs its objects to the same disk and is removed at the end. With --url, the \
+is the store without an archive. Then the thread commits single batches and waits until each is archived. Last, a \
+named snapshot is archived and restored, next to loops that create and read objects of 8 MiB with the same client. The \
+bucket is a folder next to the stores, which syncs its objects to the same disk and is removed at the end. With --url, the \
 archives are created in the given bucket under new names, and are not removed.
 
 Examples:
@@ -38,6 +41,9 @@ pub struct ArchiveBench {
     /// Number of batches per round for which the thread waits until they are archived
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=100_000))]
     waits: u64,
+    /// Bytes of the snapshot that is archived and restored; 0 leaves it out
+    #[arg(long, value_name = "BYTES", default_value = "256MiB")]
+    snapshot: Size,
 }
 
 const DELTA_LEN: u64 = 4096;
@@ -58,17 +64,22 @@ impl Measure for ArchiveBench {
     fn bytes_needed(&self) -> u64 {
         // Counts a store, its archive, and log that is not archived yet.
         let commits = (self.seconds * COMMITS_MAX as f64) as u64 + self.waits;
-        3 * commits * 2 * DELTA_LEN + (256 << 20)
+        let of_snapshot = self.snapshot.0.saturating_mul(6);
+        (3 * commits * 2 * DELTA_LEN + (256 << 20)).saturating_add(of_snapshot)
     }
 
     fn steps(&self) -> u64 {
-        2 * ACKS.len() as u64 * u64::from(self.common.rounds)
+        let of_round = 2 * ACKS.len() as u64 + u64::from(self.snapshot.0 > 0);
+        of_round * u64::from(self.common.rounds)
     }
 
     fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
         let mut groups = Vec::new();
         for (name, ack) in ACKS {
             groups.push(self.commits(room, name, ack)?);
+        }
+        if self.snapshot.0 > 0 {
+            groups.push(self.snapshots(room)?);
         }
         let mut settings = room.settings(&self.common);
         settings.push(("rounds", format!("{} of {} s", self.common.rounds, self.seconds)));
@@ -112,6 +123,16 @@ impl ArchiveBench {
             title: format!("{name} commits of {DELTA_LEN} bytes"),
             figures: vec![without, with, waits],
         })
+    }
+
+    fn snapshots(&self, room: &Room) -> Result<Group, BenchStop> {
+        let mut figures = SnapshotFigures::new(self.snapshot.0);
+        for round in 0..self.common.rounds {
+            room.step("a snapshot")?;
+            let (archive, other) = (format!("snapshot-{round}"), format!("loop-{round}"));
+            figures.measure(room, &self.archive(room, &archive)?, &self.archive(room, &other)?)?;
+        }
+        Ok(figures.into_group())
     }
 
     /// Returns the options of a new archive.

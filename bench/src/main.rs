@@ -25,6 +25,7 @@ mod create;
 mod growth;
 mod follow;
 mod archive;
+mod archived_snapshot;
 mod steady;
 mod lookup;
 mod capture;

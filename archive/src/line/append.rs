@@ -1,10 +1,8 @@
 //! Appends runs, manifests and catalogs (rules 1, 3, 6, 7, 9 to 12, 16 and 17).
 
 use std::collections::HashMap;
-use std::future::{Future, poll_fn};
-use std::pin::Pin;
-use std::task::Poll;
 
+use futures_util::future::join_all;
 use remanent_format::SnapshotId;
 
 use super::request::{Attempt, Known};
@@ -613,32 +611,4 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     pub(super) fn set_pending(&mut self, draft: Draft) {
         self.pending = Some(Pending { draft, frozen: None });
     }
-}
-
-/// A future of [`join_all`], or its output.
-enum Joined<F: Future> {
-    Running(Pin<Box<F>>),
-    Complete(F::Output),
-}
-
-/// Polls all futures concurrently until each one is complete. Returns their outputs in order.
-async fn join_all<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
-    let mut joined: Vec<Joined<F>> = futures.map(|future| Joined::Running(Box::pin(future))).collect();
-    poll_fn(|context| {
-        let mut is_pending = false;
-        for slot in &mut joined {
-            let Joined::Running(future) = slot else { continue };
-            match future.as_mut().poll(context) {
-                Poll::Ready(output) => *slot = Joined::Complete(output),
-                Poll::Pending => is_pending = true,
-            }
-        }
-        if is_pending { Poll::Pending } else { Poll::Ready(()) }
-    })
-    .await;
-    let outputs = joined.into_iter().map(|slot| match slot {
-        Joined::Complete(output) => output,
-        Joined::Running(_) => unreachable!("all futures are complete"),
-    });
-    outputs.collect()
 }

@@ -1,5 +1,10 @@
 //! Sends single requests to the bucket, with retries, and resolves creates of unknown outcome (rules 2 and 23).
 
+use std::pin::pin;
+
+use futures_util::StreamExt;
+use futures_util::future::join_all;
+use futures_util::stream;
 use remanent_format::StoreId;
 
 use super::{Line, Nonces};
@@ -9,6 +14,9 @@ use crate::object::{
     Bound, DataRef, LineObject, Nonce, ObjectHeaderRaw, ObjectKey, decode_data, decode_header,
 };
 use crate::rules::Rule;
+
+/// Maximum number of objects that are read at the same time: 64 MiB of data objects.
+const READS_MAX: usize = 8;
 
 /// The known outcome of a create.
 pub(super) enum Known {
@@ -147,10 +155,51 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         store: StoreId,
         lister: u64,
     ) -> Result<Vec<u8>> {
+        match self.get_data(entry, store).await? {
+            Some(payload) => Ok(payload),
+            None => Err(self.missing(ObjectKey::Data(entry.key), lister).await?),
+        }
+    }
+
+    /// Returns the payload of a data object, or `None` if the object does not exist.
+    async fn get_data(&self, entry: &DataRef, store: StoreId) -> Result<Option<Vec<u8>>> {
         let key = ObjectKey::Data(entry.key);
-        let Some(bytes) = self.get(key).await? else { return Err(self.missing(key, lister).await?) };
+        let Some(bytes) = self.get(key).await? else { return Ok(None) };
         let payload = decode_data(&bytes, entry, store).map_err(|defect| Error::invalid(key, defect))?;
-        Ok(payload.to_vec())
+        Ok(Some(payload.to_vec()))
+    }
+
+    /// Passes the payloads of data objects that the line object at `lister` lists to `receive`, in the order of
+    /// `entries`. Up to [`READS_MAX`] objects are read at the same time.
+    pub(super) async fn need_each_data(
+        &mut self,
+        entries: &[DataRef],
+        store: StoreId,
+        lister: u64,
+        mut receive: impl FnMut(&DataRef, &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let missing = {
+            let line = &*self;
+            let read = |entry| async move { (entry, line.get_data(entry, store).await) };
+            let mut payloads = pin!(stream::iter(entries).map(read).buffered(READS_MAX));
+            loop {
+                match payloads.next().await {
+                    Some((entry, payload)) => match payload? {
+                        Some(payload) => receive(entry, &payload)?,
+                        None => break entry.key,
+                    },
+                    None => return Ok(()),
+                }
+            }
+        };
+        Err(self.missing(ObjectKey::Data(missing), lister).await?)
+    }
+
+    /// Reads the objects from `position` up to `end`, at most [`READS_MAX`], at the same time. A failure concerns only
+    /// its own position: a caller that stops before it need not know.
+    pub(super) async fn read_ahead(&self, position: u64, end: u64) -> Vec<Result<Option<LineObject>>> {
+        let positions = position..end.min(position + READS_MAX as u64);
+        join_all(positions.map(|position| self.get_line(position))).await
     }
 
     /// Returns the error for a missing object: [`Error::Overtaken`] if a boundary has passed `position`, where the line

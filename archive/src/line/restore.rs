@@ -1,6 +1,6 @@
 //! Reads a state of the store from the line (rules 10, 22 to 24, 27 and 28).
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
 
 use remanent_format::{Lsn, StoreId};
@@ -238,17 +238,14 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let Some(listed) = self.kept_list(kept).await? else {
                 return Err(self.missing(ObjectKey::Line(kept.position), kept_from).await?);
             };
-            for entry in &listed {
-                let part = &entry.part;
-                let place = (part.role, part.file, part.offset);
-                let is_newer = |(lister, key): &(u64, DataKey)| *lister > kept.position || *key == entry.key;
-                if reading.received.get(&place).is_some_and(is_newer) {
-                    continue;
-                }
-                let bytes = self.need_data(entry, store, kept_from).await?;
-                sink.named_part(part, &bytes)?;
-                reading.received.insert(place, (kept.position, entry.key));
-            }
+            let wanted: Vec<DataRef> =
+                listed.iter().filter(|entry| !reading.has(kept.position, entry)).copied().collect();
+            self.need_each_data(&wanted, store, kept_from, |entry, bytes| {
+                sink.named_part(&entry.part, bytes)?;
+                reading.receive(kept.position, entry);
+                Ok(())
+            })
+            .await?;
             let parts: Vec<Part> = listed.iter().map(|entry| entry.part).collect();
             sink.named(kept, &parts)?;
             count += 1;
@@ -270,17 +267,17 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             Some(listed) => listed.clone(),
             None => self.need_line(position).await?.data,
         };
-        for entry in &listed {
-            let bytes = self.need_data(entry, store, position).await?;
+        self.need_each_data(&listed, store, position, |entry, bytes| {
             if entry.part.role == Role::Frames {
-                sink.frames(&manifest.redo, &manifest.end, &bytes)?;
+                sink.frames(&manifest.redo, &manifest.end, bytes)?;
             } else {
-                sink.part(&entry.part, &bytes)?;
+                sink.part(&entry.part, bytes)?;
                 reading.files.insert((entry.part.role, entry.part.file));
                 reading.receive(position, entry);
             }
-        }
-        Ok(())
+            Ok(())
+        })
+        .await
     }
 
     /// Returns the positions of the fences above `lowest` that cut the line below `at`, newest first.
@@ -310,12 +307,18 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         sink: &mut S,
     ) -> Result<()> {
         let mut nonce_before = None;
+        let mut ahead = VecDeque::new();
         for position in lowest..self.view.next {
             let is_reached = at.is_some_and(|lsn| lsn <= reading.point.lsn);
             if is_reached && cuts.iter().all(|cut| *cut < position) {
                 return Ok(());
             }
-            let object = self.need_line(position).await?;
+            if ahead.is_empty() {
+                ahead.extend(self.read_ahead(position, self.view.next).await);
+            }
+            let Some(object) = ahead.pop_front().transpose()?.flatten() else {
+                return Err(self.missing(ObjectKey::Line(position), position).await?);
+            };
             if nonce_before.is_some_and(|nonce| nonce != object.nonce_before) {
                 return Err(Error::Damaged { key: ObjectKey::Line(position), damage: Damage::NotNext });
             }
@@ -380,6 +383,13 @@ impl Reading {
     fn receive(&mut self, position: u64, entry: &DataRef) {
         let Part { role, file, offset, .. } = entry.part;
         self.received.insert((role, file, offset), (position, entry.key));
+    }
+
+    /// Returns true if the part of a snapshot at `position`, or a newer part of the file, was received.
+    fn has(&self, position: u64, entry: &DataRef) -> bool {
+        let Part { role, file, offset, .. } = entry.part;
+        let is_newer = |(lister, key): &(u64, DataKey)| *lister > position || *key == entry.key;
+        self.received.get(&(role, file, offset)).is_some_and(is_newer)
     }
 
     /// Records the incarnation numbers of a fence.

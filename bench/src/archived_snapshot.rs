@@ -1,0 +1,153 @@
+//! The part of `remanent-bench archive` that measures the upload and the restore of a snapshot, next to loops of the same
+//! requests with the same client.
+
+use std::fs;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use remanent::options::ArchiveOptions;
+use remanent::{Ack, SnapshotOptions, Store};
+use remanent_archive::bucket::{Bucket, BucketError};
+use remanent_archive::object::{DataKey, Folder, ObjectKey};
+use remanent_archive::remote::{RemoteBucket, RemoteOptions};
+use remanent_tools::shared::SplitMix64;
+use remanent_tools::shared::exit::Failure;
+
+use crate::figures::{Figure, Group, Unit, rate};
+use crate::room::{self, BenchStop, Room};
+
+/// The number of requests that a loop has in flight. More are not faster on a server of the same machine.
+const REQUESTS: usize = 8;
+/// The length of an object of a loop: that of the parts of an archive.
+const OBJECT_LEN: usize = 8 << 20;
+const PAGE_LEN: u64 = 1 << 20;
+const NAME: &str = "benchmark";
+
+/// Rates of the upload and of the restore of a snapshot, one value per round.
+pub struct SnapshotFigures {
+    puts: Figure,
+    upload: Figure,
+    gets: Figure,
+    restore: Figure,
+    len: u64,
+}
+
+impl SnapshotFigures {
+    pub fn new(len: u64) -> Self {
+        let figure = |name: &str, ceiling: Option<&str>| Figure {
+            ceiling: ceiling.map(str::to_owned),
+            ..Figure::new(name, Unit::BytesPerSecond)
+        };
+        Self {
+            puts: figure("a loop of PUT requests", None),
+            upload: figure("upload", Some("a loop of PUT requests")),
+            gets: figure("a loop of GET requests", None),
+            restore: figure("restore", Some("a loop of GET requests")),
+            len,
+        }
+    }
+
+    /// Measures one round. `archive` is an empty archive, and `other` another one for the objects of the loop.
+    pub fn measure(
+        &mut self,
+        room: &Room,
+        archive: &ArchiveOptions,
+        other: &ArchiveOptions,
+    ) -> Result<(), BenchStop> {
+        let took = put_objects(&open(other)?, self.len)?;
+        self.puts.push(rate(self.len, took));
+        let store = room.open("archived", room::options().archive(archive.clone()))?;
+        create_pages(&store, room, self.len)?;
+        let snapshot = store.snapshot_with(SnapshotOptions::new().name(NAME))?;
+        let begun = Instant::now();
+        store.wait_archived(snapshot.id, None)?;
+        self.upload.push(rate(self.len, begun.elapsed()));
+        store.close()?;
+        let (read, took) = get_objects(&open(archive)?)?;
+        self.gets.push(rate(read, took));
+        let target = room.path("restored");
+        let arguments = ["restore", &target.display().to_string(), "--from", &archive.url];
+        let begun = Instant::now();
+        remanent_tools::run(&arguments, &mut Vec::new())?;
+        self.restore.push(rate(self.len, begun.elapsed()));
+        fs::remove_dir_all(room.path("archived"))?;
+        Ok(fs::remove_dir_all(target)?)
+    }
+
+    pub fn into_group(self) -> Group {
+        Group {
+            title: format!("a snapshot of {} MiB", self.len >> 20),
+            figures: vec![self.puts, self.upload, self.gets, self.restore],
+        }
+    }
+}
+
+fn open(archive: &ArchiveOptions) -> Result<RemoteBucket, BenchStop> {
+    let bucket = RemoteBucket::open(&archive.url, RemoteOptions::default());
+    bucket.map_err(|error| BenchStop::Failed(Failure::Environment(error.to_string())))
+}
+
+fn create_pages(store: &Store, room: &Room, len: u64) -> Result<(), BenchStop> {
+    let mut random = SplitMix64::new(len);
+    let mut bytes = vec![0; PAGE_LEN as usize];
+    for _ in 0..len / PAGE_LEN {
+        room.check()?;
+        bytes.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&random.next_word().to_le_bytes()));
+        let mut batch = store.batch();
+        let page = batch.create(PAGE_LEN, room.place).page();
+        batch.write(page, 0, &bytes);
+        store.submit(batch)?.wait(Ack::Applied)?;
+    }
+    Ok(())
+}
+
+/// Creates objects with `len` bytes together.
+fn put_objects(bucket: &RemoteBucket, len: u64) -> Result<Duration, BenchStop> {
+    let keys: Vec<ObjectKey> = (1..=len.div_ceil(OBJECT_LEN as u64))
+        .map(|index| ObjectKey::Data(DataKey { term: 1, random: 1, index }))
+        .collect();
+    let mut bytes = vec![0; OBJECT_LEN];
+    let mut random = SplitMix64::new(1);
+    bytes.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&random.next_word().to_le_bytes()));
+    let begun = Instant::now();
+    for_each(&keys, |key| bucket.block_on(bucket.create(key, &bytes)).map(drop))?;
+    Ok(begun.elapsed())
+}
+
+/// Reads all data objects of an archive. Returns the number of their bytes.
+fn get_objects(bucket: &RemoteBucket) -> Result<(u64, Duration), BenchStop> {
+    let names = bucket.block_on(bucket.list(Folder::Data)).map_err(refused)?;
+    let keys: Vec<ObjectKey> = names.iter().filter_map(|name| ObjectKey::parse(name)).collect();
+    let read = AtomicUsize::new(0);
+    let begun = Instant::now();
+    for_each(&keys, |key| {
+        let found = bucket.block_on(bucket.get(key, None))?;
+        read.fetch_add(found.map_or(0, |bytes| bytes.len()), Ordering::Relaxed);
+        Ok(())
+    })?;
+    Ok((read.into_inner() as u64, begun.elapsed()))
+}
+
+/// Calls `request` for each key, [`REQUESTS`] at a time.
+fn for_each(
+    keys: &[ObjectKey],
+    request: impl Fn(ObjectKey) -> Result<(), BucketError> + Sync,
+) -> Result<(), BenchStop> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some(key) = keys.get(next.fetch_add(1, Ordering::Relaxed)) {
+            request(*key)?;
+        }
+        Ok(())
+    };
+    let finished: Vec<Result<(), BucketError>> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..REQUESTS).map(|_| scope.spawn(work)).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    });
+    finished.into_iter().collect::<Result<(), _>>().map_err(refused)
+}
+
+fn refused(error: BucketError) -> BenchStop {
+    BenchStop::Failed(Failure::Environment(format!("the bucket refused a request: {error}")))
+}
