@@ -13,7 +13,7 @@
 //! # The line
 //!
 //! ```text
-//! line/<n>                     create-only, dense from 1: a fence, run, manifest or boundary
+//! line/<n>                     create-only, dense from 1: a fence, run, manifest, catalog or boundary
 //! bound/<k>                    create-only, dense from 1, never deleted: a copy of the k-th boundary of the line
 //! data/<term>-<random>-<i>     created once: parts of images, tables, manifests and long runs
 //! newest                       a hint at the position of the end; may be missing, old or wrong

@@ -42,7 +42,8 @@ pub struct Verification {
 /// The result of a prune.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pruned {
-    /// Nothing was released: there is no manifest, or a boundary starts at or above the start of the newest manifest.
+    /// Nothing was released: there is no manifest, a boundary starts at or above the start of the newest manifest, or the
+    /// proof belongs to another manifest.
     Nothing,
     /// A boundary was appended, and the objects that the previous boundary released were deleted.
     Boundary {
@@ -334,11 +335,11 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             return Ok(bound.boundary().map(of).unwrap_or_default());
         }
         // The writer of the boundary may have stopped before it created the copy.
-        let mut met = self.view.boundaries.values().filter_map(|object| match &object.content {
+        let mut found = self.view.boundaries.values().filter_map(|object| match &object.content {
             Content::Boundary(boundary) if boundary.number == number => Some(of(boundary)),
             _ => None,
         });
-        met.next().ok_or_else(|| Error::missing(ObjectKey::Bound(number)))
+        found.next().ok_or_else(|| Error::missing(ObjectKey::Bound(number)))
     }
 
     /// Deletes the line objects below `start` except the catalogs of `kept`, and the data objects that neither these

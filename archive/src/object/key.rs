@@ -7,7 +7,7 @@ use remanent_format::limits::NUMBER_MAX;
 /// A folder of an archive: the part of a key before the last slash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Folder {
-    /// The folder `line`, which contains fences, runs, manifests and boundaries.
+    /// The folder `line`, which contains fences, runs, manifests, catalogs and boundaries.
     Line,
     /// The folder `bound`, which contains the copies of boundaries.
     Bound,

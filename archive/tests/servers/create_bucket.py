@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Creates a bucket or container on a server that is starting: create_bucket.py s3|azure ENDPOINT USER KEY NAME.
 
-Tries for two minutes. Uses the standard library alone.
+Retries for two minutes. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def digest(key: bytes, text: str) -> bytes:
 
 
 def s3(endpoint: str, user: str, key: str, name: str) -> urllib.request.Request:
-    """Returns a CreateBucket request with a signature of version 4."""
+    """Returns a CreateBucket request signed with Signature Version 4."""
     now = datetime.now(UTC)
     stamp, day = now.strftime("%Y%m%dT%H%M%SZ"), now.strftime("%Y%m%d")
     scope = f"{day}/us-east-1/s3/aws4_request"
@@ -42,7 +42,7 @@ def s3(endpoint: str, user: str, key: str, name: str) -> urllib.request.Request:
 
 
 def azure(endpoint: str, user: str, key: str, name: str) -> urllib.request.Request:
-    """Returns a Create Container request with a signature by a shared key."""
+    """Returns a Create Container request signed with a shared key."""
     date = datetime.now(UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
     version = "2021-12-02"
     resource = f"/{user}/{user}/{name}\nrestype:container"
