@@ -16,10 +16,10 @@ use crate::{Common, Measure, check_seconds};
 
 const EXAMPLES: &str = "\
 One thread commits deltas of 4 KiB, in turn to a store without an archive and to a store with an archive. The ceiling \
-is the store without an archive. Then the thread commits single batches and waits until each is archived. Last, a \
-named snapshot is archived and restored, next to loops that create and read objects of 8 MiB with the same client. The \
-bucket is a folder next to the stores, which syncs its objects to the same disk and is removed at the end. With --url, the \
-archives are created in the given bucket under new names, and are not removed.
+is the store without an archive. Then the thread commits single batches and waits until each is archived. Finally, a \
+named snapshot is archived and restored; the ceilings are loops that create and read objects of 8 MiB with the same \
+client. The bucket is a folder next to the stores, which syncs its objects to the same disk and is removed at the end. \
+With --url, the archives are created in the given bucket under new names, and are not removed.
 
 Examples:
   remanent-bench archive /mnt/fast
@@ -41,7 +41,7 @@ pub struct ArchiveBench {
     /// Number of batches per round for which the thread waits until they are archived
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=100_000))]
     waits: u64,
-    /// Bytes of the snapshot that is archived and restored; 0 leaves it out
+    /// Bytes of the snapshot that is archived and restored; 0 skips this measurement
     #[arg(long, value_name = "BYTES", default_value = "256MiB")]
     snapshot: Size,
 }

@@ -1,5 +1,5 @@
-//! The part of `remanent-bench archive` that measures the upload and the restore of a snapshot, next to loops of the same
-//! requests with the same client.
+//! The part of `remanent-bench archive` that measures the upload and the restore of a snapshot. The ceilings are loops of
+//! the same requests with the same client.
 
 use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,14 +17,14 @@ use remanent_tools::shared::exit::Failure;
 use crate::figures::{Figure, Group, Unit, rate};
 use crate::room::{self, BenchStop, Room};
 
-/// The number of requests that a loop has in flight. More are not faster on a server of the same machine.
+/// The number of concurrent requests of a loop. With a server on the same machine, more requests are not faster.
 const REQUESTS: usize = 8;
-/// The length of an object of a loop: that of the parts of an archive.
+/// The length in bytes of an object that a loop creates, which is the maximum length of a part in an archive.
 const OBJECT_LEN: usize = 8 << 20;
 const PAGE_LEN: u64 = 1 << 20;
 const NAME: &str = "benchmark";
 
-/// Rates of the upload and of the restore of a snapshot, one value per round.
+/// The rates at which a snapshot is uploaded and restored, with one value per round.
 pub struct SnapshotFigures {
     puts: Figure,
     upload: Figure,
@@ -48,7 +48,7 @@ impl SnapshotFigures {
         }
     }
 
-    /// Measures one round. `archive` is an empty archive, and `other` another one for the objects of the loop.
+    /// Measures one round. `archive` and `other` are empty archives. The loop creates its objects in `other`.
     pub fn measure(
         &mut self,
         room: &Room,
@@ -102,7 +102,7 @@ fn create_pages(store: &Store, room: &Room, len: u64) -> Result<(), BenchStop> {
     Ok(())
 }
 
-/// Creates objects with `len` bytes together.
+/// Creates objects with a total length of at least `len` bytes. Returns the time that this took.
 fn put_objects(bucket: &RemoteBucket, len: u64) -> Result<Duration, BenchStop> {
     let keys: Vec<ObjectKey> = (1..=len.div_ceil(OBJECT_LEN as u64))
         .map(|index| ObjectKey::Data(DataKey { term: 1, random: 1, index }))
@@ -115,7 +115,7 @@ fn put_objects(bucket: &RemoteBucket, len: u64) -> Result<Duration, BenchStop> {
     Ok(begun.elapsed())
 }
 
-/// Reads all data objects of an archive. Returns the number of their bytes.
+/// Reads all data objects of an archive. Returns their total length in bytes, and the time that this took.
 fn get_objects(bucket: &RemoteBucket) -> Result<(u64, Duration), BenchStop> {
     let names = bucket.block_on(bucket.list(Folder::Data)).map_err(refused)?;
     let keys: Vec<ObjectKey> = names.iter().filter_map(|name| ObjectKey::parse(name)).collect();
@@ -129,7 +129,7 @@ fn get_objects(bucket: &RemoteBucket) -> Result<(u64, Duration), BenchStop> {
     Ok((read.into_inner() as u64, begun.elapsed()))
 }
 
-/// Calls `request` for each key, [`REQUESTS`] at a time.
+/// Calls `request` with each key, in [`REQUESTS`] concurrent threads.
 fn for_each(
     keys: &[ObjectKey],
     request: impl Fn(ObjectKey) -> Result<(), BucketError> + Sync,
@@ -149,5 +149,5 @@ fn for_each(
 }
 
 fn refused(error: BucketError) -> BenchStop {
-    BenchStop::Failed(Failure::Environment(format!("the bucket refused a request: {error}")))
+    BenchStop::Failed(Failure::Environment(format!("a request to the bucket failed: {error}")))
 }

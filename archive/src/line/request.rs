@@ -15,7 +15,7 @@ use crate::object::{
 };
 use crate::rules::Rule;
 
-/// Maximum number of objects that are read at the same time: 64 MiB of data objects.
+/// Maximum number of objects that are read concurrently. Data objects then use up to 64 MiB of memory.
 const READS_MAX: usize = 8;
 
 /// The known outcome of a create.
@@ -169,8 +169,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(Some(payload.to_vec()))
     }
 
-    /// Passes the payloads of data objects that the line object at `lister` lists to `receive`, in the order of
-    /// `entries`. Up to [`READS_MAX`] objects are read at the same time.
+    /// Reads the data objects of `entries`, which the line object at position `lister` lists, up to [`READS_MAX`]
+    /// concurrently. Calls `receive` with each entry and its payload, in the order of `entries`.
     pub(super) async fn need_each_data(
         &mut self,
         entries: &[DataRef],
@@ -195,8 +195,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Err(self.missing(ObjectKey::Data(missing), lister).await?)
     }
 
-    /// Reads the objects from `position` up to `end`, at most [`READS_MAX`], at the same time. A failure concerns only
-    /// its own position: a caller that stops before it need not know.
+    /// Concurrently reads the line objects from `position` up to `end`, at most [`READS_MAX`] of them. Each result belongs
+    /// to one position, so a caller that stops earlier ignores errors of later positions.
     pub(super) async fn read_ahead(&self, position: u64, end: u64) -> Vec<Result<Option<LineObject>>> {
         let positions = position..end.min(position + READS_MAX as u64);
         join_all(positions.map(|position| self.get_line(position))).await

@@ -239,7 +239,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
                 return Err(self.missing(ObjectKey::Line(kept.position), kept_from).await?);
             };
             let wanted: Vec<DataRef> =
-                listed.iter().filter(|entry| !reading.has(kept.position, entry)).copied().collect();
+                listed.iter().filter(|entry| !reading.has_received(kept.position, entry)).copied().collect();
             self.need_each_data(&wanted, store, kept_from, |entry, bytes| {
                 sink.named_part(&entry.part, bytes)?;
                 reading.receive(kept.position, entry);
@@ -385,8 +385,9 @@ impl Reading {
         self.received.insert((role, file, offset), (position, entry.key));
     }
 
-    /// Returns true if the part of a snapshot at `position`, or a newer part of the file, was received.
-    fn has(&self, position: u64, entry: &DataRef) -> bool {
+    /// Returns true if the data object of `entry`, which is listed at `position`, or a newer one for the same part was
+    /// received.
+    fn has_received(&self, position: u64, entry: &DataRef) -> bool {
         let Part { role, file, offset, .. } = entry.part;
         let is_newer = |(lister, key): &(u64, DataKey)| *lister > position || *key == entry.key;
         self.received.get(&(role, file, offset)).is_some_and(is_newer)
