@@ -1,5 +1,5 @@
-//! The part of `remanent-bench archive` that measures the upload and the restore of a snapshot. The ceilings are loops of
-//! the same requests with the same client.
+//! The part of `remanent-bench archive` that measures the upload and the restore of a snapshot. The ceilings are loops
+//! of the same requests with the same client.
 
 use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -195,8 +195,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Err(self.missing(ObjectKey::Data(missing), lister).await?)
     }
 
-    /// Concurrently reads the line objects from `position` up to `end`, at most [`READS_MAX`] of them. Each result belongs
-    /// to one position, so a caller that stops earlier ignores errors of later positions.
+    /// Concurrently reads the line objects from `position` up to `end`, at most [`READS_MAX`] of them. Each result
+    /// belongs to one position, so a caller that stops earlier ignores errors of later positions.
     pub(super) async fn read_ahead(&self, position: u64, end: u64) -> Vec<Result<Option<LineObject>>> {
         let positions = position..end.min(position + READS_MAX as u64);
         join_all(positions.map(|position| self.get_line(position))).await
