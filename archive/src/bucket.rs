@@ -97,13 +97,22 @@ pub struct BucketError {
 /// The futures need not be `Send`, because an uploader polls them on its own thread.
 pub trait Bucket {
     /// Creates an object unless an object with this key exists.
+    ///
+    /// # Errors
+    /// Returns the class and the message of the failed request. The protocol treats the outcome as unknown after any
+    /// error, and repeats the create.
     fn create(&self, key: ObjectKey, bytes: &[u8]) -> impl Future<Output = Result<Creation, BucketError>>;
 
     /// Creates or replaces an object. The protocol uses this only for the hint.
+    ///
+    /// # Errors
+    /// Returns the class and the message of the failed request.
     fn put(&self, key: ObjectKey, bytes: &[u8]) -> impl Future<Output = Result<(), BucketError>>;
 
-    /// Returns the bytes of an object or of a range of it, or `None` if the object does not exist. Returns an error if
-    /// the connection ends before the last byte.
+    /// Returns the bytes of an object or of a range of it, or `None` if the object does not exist.
+    ///
+    /// # Errors
+    /// Returns the class and the message of the failed request, also if the connection ends before the last byte.
     fn get(
         &self,
         key: ObjectKey,
@@ -112,9 +121,15 @@ pub trait Bucket {
 
     /// Returns the names of the objects in a folder, relative to the archive, in any order. The listing may be out of
     /// date.
+    ///
+    /// # Errors
+    /// Returns the class and the message of the failed request.
     fn list(&self, folder: Folder) -> impl Future<Output = Result<Vec<String>, BucketError>>;
 
     /// Deletes an object. Succeeds if the object does not exist.
+    ///
+    /// # Errors
+    /// Returns the class and the message of the failed request.
     fn delete(&self, key: ObjectKey) -> impl Future<Output = Result<(), BucketError>>;
 
     /// Waits before the next attempt of a failed request and returns true, or returns false if no further attempt shall

@@ -40,7 +40,7 @@ impl Agent {
     /// [`NixlError::Failed`]; [`Error::Forked`].
     pub fn metadata(&self) -> Result<Vec<u8>> {
         let (mut data, mut len): (Raw, usize) = (std::ptr::null_mut(), 0);
-        // SAFETY: the agent is live, and the pointers are to live values.
+        // SAFETY: the agent is live, and the pointers point to live values.
         unsafe { self.0.library().local_metadata(self.0.raw()?, &mut data, &mut len) }
             .map_err(|fault| self.0.failed(fault))?;
         let blob = Allocated(data);
@@ -63,7 +63,7 @@ impl Agent {
         }
         let mut name: *mut c_char = std::ptr::null_mut();
         let blob = metadata.blob;
-        // SAFETY: the agent is live, and the pointers are to live values.
+        // SAFETY: the agent is live, and the pointers point to live values.
         unsafe { self.0.library().load_remote_metadata(raw, blob.as_ptr().cast(), blob.len(), &mut name) }
             .map_err(|fault| self.0.failed(fault))?;
         let name = Allocated(name.cast());
@@ -147,7 +147,7 @@ impl Agent {
     pub fn notify(&self, peer: &Peer, message: &[u8]) -> Result<()> {
         let raw = self.0.raw()?;
         let data = message.as_ptr().cast();
-        // SAFETY: the agent is live, and the pointers are to live values.
+        // SAFETY: the agent is live, and the pointers point to live values.
         unsafe {
             self.0.library().notify(raw, peer.raw_name().as_ptr(), data, message.len(), std::ptr::null_mut())
         }

@@ -97,7 +97,7 @@ struct RawAgent(Raw);
 
 // SAFETY: the library accepts calls of an agent with strict synchronization on any thread.
 unsafe impl Send for RawAgent {}
-// SAFETY: the same.
+// SAFETY: as above.
 unsafe impl Sync for RawAgent {}
 
 /// Another agent whose metadata was loaded. Returned by [`Agent::load_peer`](super::Agent::load_peer).
@@ -143,7 +143,7 @@ impl Endpoint {
         let raw_name = checked("agent name", &name, usize::MAX)?;
         let config = AgentConfig::shared();
         let mut raw: Raw = std::ptr::null_mut();
-        // SAFETY: the pointers are to live values.
+        // SAFETY: the pointers point to live values.
         unsafe { library.create_agent(raw_name.as_ptr(), &config, &mut raw) }
             .map_err(|fault| fault.of_agent(&name))?;
         let inner = Self {
@@ -189,7 +189,7 @@ impl Endpoint {
     fn add(&self, backend: &Backend) -> Result<()> {
         let library = self.library;
         let failed = |fault| self.failed(fault);
-        // SAFETY: the pointer is to a live handle.
+        // SAFETY: the pointer points to a live handle.
         let create = |params: *mut Raw| unsafe { library.create_params(params) };
         let params = Owned::create(library, create, Library::destroy_params).map_err(failed)?;
         for (key, value) in &backend.params {
@@ -219,14 +219,14 @@ impl Endpoint {
     fn receive(&self) -> Result<()> {
         let (library, agent) = (self.library, self.raw()?);
         let failed = |fault| self.failed(fault);
-        // SAFETY: the pointer is to a live handle.
+        // SAFETY: the pointer points to a live handle.
         let create = |map: *mut Raw| unsafe { library.create_notifications(map) };
         let owned = Owned::create(library, create, Library::destroy_notifications).map_err(failed)?;
         let map = owned.raw();
         // SAFETY: the agent and the map are live.
         unsafe { library.take_notifications(agent, map, std::ptr::null_mut()) }.map_err(failed)?;
         let mut senders = 0;
-        // SAFETY: the map is live, and the pointer is to a live number.
+        // SAFETY: the map is live, and the pointer points to a live number.
         unsafe { library.count_senders(map, &mut senders) }.map_err(failed)?;
         for sender in 0..senders {
             let mut name: *const c_char = std::ptr::null();

@@ -113,7 +113,7 @@ macro_rules! functions {
                 /// The caller must follow the library's rules for this function.
                 #[allow(clippy::too_many_arguments, reason = "as many as the library's")]
                 pub unsafe fn $name(&self, $($argument: $type),*) -> Result<Progress, Fault> {
-                    // SAFETY: the caller's promise; the pointer is the function of that signature.
+                    // SAFETY: the caller guarantees this, and the pointer is the function of that signature.
                     match unsafe { (self.functions.$name)($($argument),*) } {
                         SUCCESS => Ok(Progress::Done),
                         IN_FLIGHT => Ok(Progress::InFlight),
@@ -252,7 +252,7 @@ impl Library {
 fn path_of(functions: &Functions) -> Option<String> {
     let address = functions.create_agent as *const c_void;
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: the pointers are to a function and to a live structure.
+    // SAFETY: the pointers point to a function and to a live structure.
     if unsafe { libc::dladdr(address, info.as_mut_ptr()) } == 0 {
         return None;
     }

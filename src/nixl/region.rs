@@ -181,7 +181,7 @@ struct HostBytes {
 
 // SAFETY: the allocation belongs to the value, and the lock keeps the accesses of threads apart.
 unsafe impl Send for HostBytes {}
-// SAFETY: the same.
+// SAFETY: as above.
 unsafe impl Sync for HostBytes {}
 
 impl HostBytes {
@@ -428,7 +428,7 @@ fn list(agent: &Endpoint, location: &Location) -> Result<Owned> {
     let failed = |fault| agent.failed(fault);
     let list = Owned::create(
         library,
-        // SAFETY: the pointer is to a live handle.
+        // SAFETY: the pointer points to a live handle.
         |list| unsafe { library.create_registrations(kind, list) },
         super::library::Library::destroy_registrations,
     )
@@ -571,7 +571,7 @@ pub(super) fn ranges(
     let failed = |fault| agent.failed(fault);
     let list = Owned::create(
         library,
-        // SAFETY: the pointer is to a live handle.
+        // SAFETY: the pointer points to a live handle.
         |list: *mut Raw| unsafe { library.create_ranges(kind.number(), list) },
         super::library::Library::destroy_ranges,
     )

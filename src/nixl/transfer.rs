@@ -68,7 +68,7 @@ impl<'m> Transfer<'m> {
         let arguments = notification.map(|message| arguments(agent, message)).transpose()?;
         let raw_arguments = arguments.as_ref().map_or(std::ptr::null_mut(), Owned::raw);
         let mut request: Raw = std::ptr::null_mut();
-        // SAFETY: all handles are live, the name ends with a zero byte, and the pointer is to a live handle.
+        // SAFETY: all handles are live, the name ends with a zero byte, and the pointer points to a live handle.
         unsafe {
             library.create_request(
                 raw_agent,
@@ -229,11 +229,11 @@ fn check(
 fn arguments(agent: &Endpoint, message: &[u8]) -> Result<Owned> {
     let library = agent.library();
     let failed = |fault| agent.failed(fault);
-    // SAFETY: the pointer is to a live handle.
+    // SAFETY: the pointer points to a live handle.
     let create = |arguments: *mut Raw| unsafe { library.create_arguments(arguments) };
     let arguments = Owned::create(library, create, Library::destroy_arguments).map_err(failed)?;
     let raw = arguments.raw();
-    // SAFETY: the arguments are live, and the pointer is to the message.
+    // SAFETY: the arguments are live, and the pointer points to the message.
     unsafe { library.set_notification(raw, message.as_ptr().cast(), message.len()) }.map_err(failed)?;
     // SAFETY: the arguments are live.
     unsafe { library.enable_notification(raw, true) }.map_err(failed)?;

@@ -42,8 +42,8 @@ pub struct Verification {
 /// The result of a prune.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pruned {
-    /// Nothing was released: there is no manifest, a boundary starts at or above the start of the newest manifest, or the
-    /// proof belongs to another manifest.
+    /// Nothing was released: there is no manifest, a boundary starts at or above the start of the newest manifest, or
+    /// the proof belongs to another manifest.
     Nothing,
     /// A boundary was appended, and the objects that the previous boundary released were deleted.
     Boundary {

@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn attempts_beyond_all_shifts_are_bounded() {
+    fn delay_is_bounded_after_many_attempts() {
         let options = RemoteOptions::default().attempts(u32::MAX);
         assert_eq!(delay(&options, 4_000, FailureClass::InDoubt, false), Some(options.longest_delay));
     }

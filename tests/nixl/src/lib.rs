@@ -90,7 +90,7 @@ fn call(name: &str, work: impl FnOnce() -> c_int) -> c_int {
 /// Returns a handle to a new object in `handle`.
 unsafe fn create(object: Object, handle: *mut *mut c_void) -> c_int {
     faults::object_created();
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     unsafe { *handle = Box::into_raw(Box::new(object)).cast() };
     status::SUCCESS
 }
@@ -112,7 +112,7 @@ unsafe fn object<'o>(handle: *mut c_void) -> &'o mut Object {
 }
 
 unsafe fn agent<'o>(handle: *mut c_void) -> &'o [u8] {
-    // SAFETY: passed on.
+    // SAFETY: the caller of this function guarantees the same conditions.
     match unsafe { object(handle) } {
         Object::Agent(name) => name,
         _ => panic!("no agent"),
@@ -120,7 +120,7 @@ unsafe fn agent<'o>(handle: *mut c_void) -> &'o [u8] {
 }
 
 unsafe fn list<'o>(handle: *mut c_void) -> &'o mut List {
-    // SAFETY: passed on.
+    // SAFETY: the caller of this function guarantees the same conditions.
     match unsafe { object(handle) } {
         Object::Registrations(list) | Object::Ranges(list) => list,
         _ => panic!("no list"),
@@ -128,7 +128,7 @@ unsafe fn list<'o>(handle: *mut c_void) -> &'o mut List {
 }
 
 unsafe fn request<'o>(handle: *mut c_void) -> &'o mut Request {
-    // SAFETY: passed on.
+    // SAFETY: the caller of this function guarantees the same conditions.
     match unsafe { object(handle) } {
         Object::Request(request) => request,
         _ => panic!("no request"),
@@ -136,12 +136,12 @@ unsafe fn request<'o>(handle: *mut c_void) -> &'o mut Request {
 }
 
 unsafe fn text<'t>(text: *const c_char) -> &'t [u8] {
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     unsafe { CStr::from_ptr(text) }.to_bytes()
 }
 
 unsafe fn bytes<'b>(data: *const c_void, len: usize) -> &'b [u8] {
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     if len == 0 { &[] } else { unsafe { std::slice::from_raw_parts(data.cast(), len) } }
 }
 
@@ -175,7 +175,7 @@ pub unsafe extern "C" fn nixl_capi_create_configured_agent(
     handle: *mut *mut c_void,
 ) -> c_int {
     call("nixl_capi_create_configured_agent", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let config = unsafe { &*config };
         let is_expected = config.has_progress_thread
             && !config.has_listen_thread
@@ -185,12 +185,12 @@ pub unsafe extern "C" fn nixl_capi_create_configured_agent(
             && config.progress_delay_us == 1000
             && config.listen_delay_us == 0
             && !config.captures_telemetry;
-        // SAFETY: the same.
+        // SAFETY: as above.
         let name = unsafe { text(name) }.to_vec();
         if !is_expected || name.is_empty() || !network::add(&name) {
             return status::INVALID_PARAM;
         }
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { create(Object::Agent(name), handle) }
     })
 }
@@ -198,9 +198,9 @@ pub unsafe extern "C" fn nixl_capi_create_configured_agent(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_destroy_agent(handle: *mut c_void) -> c_int {
     call("nixl_capi_destroy_agent", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         network::remove(unsafe { agent(handle) });
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { free(handle) }
     })
 }
@@ -212,11 +212,11 @@ pub unsafe extern "C" fn nixl_capi_get_local_md(
     len: *mut usize,
 ) -> c_int {
     call("nixl_capi_get_local_md", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let metadata = network::metadata(unsafe { agent(handle) });
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { *data = allocated(&metadata) };
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { *len = metadata.len() };
         status::SUCCESS
     })
@@ -230,9 +230,9 @@ pub unsafe extern "C" fn nixl_capi_load_remote_md(
     name: *mut *mut c_char,
 ) -> c_int {
     call("nixl_capi_load_remote_md", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let own = unsafe { agent(handle) };
-        // SAFETY: the same.
+        // SAFETY: as above.
         let Some((peer, registered)) = network::parse(unsafe { bytes(data, len) }) else {
             return status::BACKEND;
         };
@@ -243,7 +243,7 @@ pub unsafe extern "C" fn nixl_capi_load_remote_md(
         network::with(own, |agent| agent.peers.entry(peer.clone()).or_default().extend(registered));
         let mut text = peer;
         text.push(0);
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { *name = allocated(&text).cast() };
         status::SUCCESS
     })
@@ -252,7 +252,7 @@ pub unsafe extern "C" fn nixl_capi_load_remote_md(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_invalidate_remote_md(handle: *mut c_void, name: *const c_char) -> c_int {
     call("nixl_capi_invalidate_remote_md", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let (own, peer) = unsafe { (agent(handle), text(name)) };
         let is_known = network::with(own, |agent| agent.peers.remove(peer).is_some());
         if is_known { status::SUCCESS } else { status::NOT_FOUND }
@@ -261,7 +261,7 @@ pub unsafe extern "C" fn nixl_capi_invalidate_remote_md(handle: *mut c_void, nam
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_create_params(params: *mut *mut c_void) -> c_int {
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     call("nixl_capi_create_params", || unsafe { create(Object::Params, params) })
 }
 
@@ -272,7 +272,7 @@ pub unsafe extern "C" fn nixl_capi_params_add(
     value: *const c_char,
 ) -> c_int {
     call("nixl_capi_params_add", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         assert!(matches!(unsafe { object(params) }, Object::Params), "no parameters");
         assert!(!key.is_null() && !value.is_null());
         status::SUCCESS
@@ -281,7 +281,7 @@ pub unsafe extern "C" fn nixl_capi_params_add(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_destroy_params(params: *mut c_void) -> c_int {
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     call("nixl_capi_destroy_params", || unsafe { free(params) })
 }
 
@@ -296,9 +296,9 @@ pub unsafe extern "C" fn nixl_capi_create_backend(
         if params.is_null() {
             return status::INVALID_PARAM;
         }
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let plugin = String::from_utf8_lossy(unsafe { text(plugin) }).into_owned();
-        // SAFETY: the same.
+        // SAFETY: as above.
         let is_new = network::with(unsafe { agent(handle) }, |agent| {
             let is_new = ["UCX", "POSIX"].contains(&&*plugin) && !agent.backends.contains(&plugin);
             agent.backends.push(plugin);
@@ -307,21 +307,21 @@ pub unsafe extern "C" fn nixl_capi_create_backend(
         if !is_new {
             return status::BACKEND;
         }
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { create(Object::Backend, backend) }
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_destroy_backend(backend: *mut c_void) -> c_int {
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     call("nixl_capi_destroy_backend", || unsafe { free(backend) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_create_opt_args(arguments: *mut *mut c_void) -> c_int {
     let new = Object::Arguments { message: Vec::new(), is_enabled: false };
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     call("nixl_capi_create_opt_args", || unsafe { create(new, arguments) })
 }
 
@@ -332,11 +332,11 @@ pub unsafe extern "C" fn nixl_capi_opt_args_set_notif_msg(
     len: usize,
 ) -> c_int {
     call("nixl_capi_opt_args_set_notif_msg", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let Object::Arguments { message, .. } = (unsafe { object(arguments) }) else {
             panic!("no arguments")
         };
-        // SAFETY: the same.
+        // SAFETY: as above.
         *message = unsafe { bytes(data, len) }.to_vec();
         status::SUCCESS
     })
@@ -345,7 +345,7 @@ pub unsafe extern "C" fn nixl_capi_opt_args_set_notif_msg(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_opt_args_set_has_notif(arguments: *mut c_void, enabled: bool) -> c_int {
     call("nixl_capi_opt_args_set_has_notif", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let Object::Arguments { is_enabled, .. } = (unsafe { object(arguments) }) else {
             panic!("no arguments")
         };
@@ -356,14 +356,14 @@ pub unsafe extern "C" fn nixl_capi_opt_args_set_has_notif(arguments: *mut c_void
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_destroy_opt_args(arguments: *mut c_void) -> c_int {
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     call("nixl_capi_destroy_opt_args", || unsafe { free(arguments) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_create_reg_dlist(kind: c_int, list: *mut *mut c_void) -> c_int {
     let new = Object::Registrations(List { kind, ranges: Vec::new() });
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     call("nixl_capi_create_reg_dlist", || unsafe { create(new, list) })
 }
 
@@ -377,7 +377,7 @@ pub unsafe extern "C" fn nixl_capi_reg_dlist_add_desc(
     _metadata_len: usize,
 ) -> c_int {
     call("nixl_capi_reg_dlist_add_desc", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         unsafe { list(handle) }.ranges.push(Range { address, len, device });
         status::SUCCESS
     })
@@ -385,7 +385,7 @@ pub unsafe extern "C" fn nixl_capi_reg_dlist_add_desc(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_destroy_reg_dlist(list: *mut c_void) -> c_int {
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     call("nixl_capi_destroy_reg_dlist", || unsafe { free(list) })
 }
 
@@ -396,9 +396,9 @@ pub unsafe extern "C" fn nixl_capi_register_mem(
     _arguments: *mut c_void,
 ) -> c_int {
     call("nixl_capi_register_mem", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let List { kind, ranges } = unsafe { list(registrations) };
-        // SAFETY: the same.
+        // SAFETY: as above.
         network::with(unsafe { agent(handle) }, |agent| {
             let plugin = if *kind == network::FILE { "POSIX" } else { "UCX" };
             let is_served = agent.backends.iter().any(|backend| backend == plugin || *kind == 0);
@@ -418,9 +418,9 @@ pub unsafe extern "C" fn nixl_capi_deregister_mem(
     _arguments: *mut c_void,
 ) -> c_int {
     call("nixl_capi_deregister_mem", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let List { kind, ranges } = unsafe { list(registrations) };
-        // SAFETY: the same.
+        // SAFETY: as above.
         network::with(unsafe { agent(handle) }, |agent| {
             for range in ranges {
                 let at = agent.registered.iter().position(|registered| *registered == (*kind, *range));
@@ -434,7 +434,7 @@ pub unsafe extern "C" fn nixl_capi_deregister_mem(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_create_xfer_dlist(kind: c_int, list: *mut *mut c_void) -> c_int {
     let new = Object::Ranges(List { kind, ranges: Vec::new() });
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     call("nixl_capi_create_xfer_dlist", || unsafe { create(new, list) })
 }
 
@@ -446,7 +446,7 @@ pub unsafe extern "C" fn nixl_capi_xfer_dlist_add_desc(
     device: u64,
 ) -> c_int {
     call("nixl_capi_xfer_dlist_add_desc", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         unsafe { list(handle) }.ranges.push(Range { address, len, device });
         status::SUCCESS
     })
@@ -454,7 +454,7 @@ pub unsafe extern "C" fn nixl_capi_xfer_dlist_add_desc(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_destroy_xfer_dlist(list: *mut c_void) -> c_int {
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     call("nixl_capi_destroy_xfer_dlist", || unsafe { free(list) })
 }
 
@@ -469,9 +469,9 @@ pub unsafe extern "C" fn nixl_capi_create_xfer_req(
     arguments: *mut c_void,
 ) -> c_int {
     call("nixl_capi_create_xfer_req", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let (own, peer) = unsafe { (agent(handle), text(peer)) };
-        // SAFETY: the same.
+        // SAFETY: as above.
         let (local, remote) = unsafe { (list(local).clone(), list(remote).clone()) };
         let is_known = network::with(own, |agent| {
             let of_peer = if peer == own { Some(&agent.registered) } else { agent.peers.get(peer) };
@@ -484,7 +484,7 @@ pub unsafe extern "C" fn nixl_capi_create_xfer_req(
         }
         let mut notification = None;
         if !arguments.is_null() {
-            // SAFETY: the same.
+            // SAFETY: as above.
             let Object::Arguments { message, is_enabled } = (unsafe { object(arguments) }) else { panic!() };
             notification = is_enabled.then(|| message.clone());
         }
@@ -498,7 +498,7 @@ pub unsafe extern "C" fn nixl_capi_create_xfer_req(
             is_write: operation == 1,
             state: RequestState::Created,
         };
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { create(Object::Request(Box::new(new)), request) }
     })
 }
@@ -510,7 +510,7 @@ pub unsafe extern "C" fn nixl_capi_post_xfer_req(
     _arguments: *mut c_void,
 ) -> c_int {
     call("nixl_capi_post_xfer_req", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let request = unsafe { request(handle) };
         assert_eq!(request.state, RequestState::Created, "a request is posted twice");
         match faults::delay() {
@@ -526,7 +526,7 @@ pub unsafe extern "C" fn nixl_capi_post_xfer_req(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_get_xfer_status(_agent: *mut c_void, handle: *mut c_void) -> c_int {
     call("nixl_capi_get_xfer_status", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let request = unsafe { request(handle) };
         match &mut request.state {
             RequestState::InFlight(u64::MAX) => status::IN_PROGRESS,
@@ -543,7 +543,7 @@ pub unsafe extern "C" fn nixl_capi_get_xfer_status(_agent: *mut c_void, handle: 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_release_xfer_req(_agent: *mut c_void, handle: *mut c_void) -> c_int {
     call("nixl_capi_release_xfer_req", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let request = unsafe { request(handle) };
         assert_ne!(request.state, RequestState::Released, "a request is released twice");
         request.state = RequestState::Released;
@@ -554,11 +554,11 @@ pub unsafe extern "C" fn nixl_capi_release_xfer_req(_agent: *mut c_void, handle:
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_destroy_xfer_req(handle: *mut c_void) -> c_int {
     call("nixl_capi_destroy_xfer_req", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         if unsafe { request(handle) }.state != RequestState::Released {
             return status::INVALID_STATE;
         }
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { free(handle) }
     })
 }
@@ -572,13 +572,13 @@ pub unsafe extern "C" fn nixl_capi_gen_notif(
     _arguments: *mut c_void,
 ) -> c_int {
     call("nixl_capi_gen_notif", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let (own, peer) = unsafe { (agent(handle), text(peer)) };
         let is_known = network::with(own, |agent| agent.peers.contains_key(peer));
         if !is_known {
             return status::NOT_FOUND;
         }
-        // SAFETY: the same.
+        // SAFETY: as above.
         let is_delivered = network::deliver(own, peer, unsafe { bytes(data, len) });
         if is_delivered { status::SUCCESS } else { status::BACKEND }
     })
@@ -587,12 +587,12 @@ pub unsafe extern "C" fn nixl_capi_gen_notif(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_create_notif_map(map: *mut *mut c_void) -> c_int {
     let new = Object::Messages(Messages::new(), Vec::new());
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     call("nixl_capi_create_notif_map", || unsafe { create(new, map) })
 }
 
 unsafe fn messages<'o>(map: *mut c_void) -> (&'o mut Messages, &'o mut Vec<Vec<u8>>) {
-    // SAFETY: passed on.
+    // SAFETY: the caller of this function guarantees the same conditions.
     match unsafe { object(map) } {
         Object::Messages(messages, names) => (messages, names),
         _ => panic!("no messages"),
@@ -606,9 +606,9 @@ pub unsafe extern "C" fn nixl_capi_get_notifs(
     _arguments: *mut c_void,
 ) -> c_int {
     call("nixl_capi_get_notifs", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let (received, names) = unsafe { messages(map) };
-        // SAFETY: the same.
+        // SAFETY: as above.
         *received = network::with(unsafe { agent(handle) }, |agent| std::mem::take(&mut agent.received));
         *names = received.keys().map(|name| [name, &[0][..]].concat()).collect();
         status::SUCCESS
@@ -618,9 +618,9 @@ pub unsafe extern "C" fn nixl_capi_get_notifs(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_notif_map_size(map: *mut c_void, count: *mut usize) -> c_int {
     call("nixl_capi_notif_map_size", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let found = unsafe { messages(map) }.0.len();
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { *count = found };
         status::SUCCESS
     })
@@ -633,9 +633,9 @@ pub unsafe extern "C" fn nixl_capi_notif_map_get_agent_at(
     name: *mut *const c_char,
 ) -> c_int {
     call("nixl_capi_notif_map_get_agent_at", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let found = unsafe { messages(map) }.1[index].as_ptr();
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { *name = found.cast() };
         status::SUCCESS
     })
@@ -648,9 +648,9 @@ pub unsafe extern "C" fn nixl_capi_notif_map_get_notifs_size(
     count: *mut usize,
 ) -> c_int {
     call("nixl_capi_notif_map_get_notifs_size", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let found = unsafe { messages(map).0[text(name)].len() };
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { *count = found };
         status::SUCCESS
     })
@@ -665,11 +665,11 @@ pub unsafe extern "C" fn nixl_capi_notif_map_get_notif(
     len: *mut usize,
 ) -> c_int {
     call("nixl_capi_notif_map_get_notif", || {
-        // SAFETY: NIXL's terms.
+        // SAFETY: the caller follows the rules of NIXL.
         let message: &[u8] = unsafe { &messages(map).0[text(name)][index] };
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { *data = message.as_ptr().cast() };
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { *len = message.len() };
         status::SUCCESS
     })
@@ -677,7 +677,7 @@ pub unsafe extern "C" fn nixl_capi_notif_map_get_notif(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_destroy_notif_map(map: *mut c_void) -> c_int {
-    // SAFETY: NIXL's terms.
+    // SAFETY: the caller follows the rules of NIXL.
     call("nixl_capi_destroy_notif_map", || unsafe { free(map) })
 }
 

@@ -134,7 +134,7 @@ pub unsafe fn copy(from: &List, to: &List) -> bool {
                 return false;
             }
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees this.
             unsafe {
                 std::ptr::copy_nonoverlapping(source.address as *const u8, bytes.as_mut_ptr(), source.len)
             };
@@ -147,7 +147,7 @@ pub unsafe fn copy(from: &List, to: &List) -> bool {
                 return false;
             }
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees this.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target.address as *mut u8, bytes.len()) };
         }
     }

@@ -194,7 +194,7 @@ fn forked_child_cannot_use_or_free_agents() {
         unsafe { libc::_exit(i32::from(!is_correct)) };
     }
     let mut status = 0;
-    // SAFETY: the pointer is to a live number.
+    // SAFETY: the pointer points to a live number.
     assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
     assert_eq!(status, 0, "the child used the parent's agents");
     transfer.wait().unwrap();

@@ -34,7 +34,7 @@ impl Ground {
     fn load() -> Self {
         // SAFETY: the library runs nothing when it is loaded.
         let driver = unsafe { Library::new(built("libfake_cuda.so")) }.expect("the driver of this test");
-        // SAFETY: the same.
+        // SAFETY: as above.
         let library = unsafe { Library::new(built("libfake_nixl.so")) }.expect("the library of this test");
         let nixl = Nixl::load_from(built("libfake_nixl.so")).expect("all functions");
         Self { nixl, library, _driver: driver }
@@ -45,34 +45,34 @@ impl Ground {
         // SAFETY: the signature that the library's `faults.rs` gives it.
         let arm: Symbol<unsafe extern "C" fn(*const i8, u64, i32)> = unsafe { self.own(b"fake_nixl_arm") };
         let name = CString::new(name).unwrap();
-        // SAFETY: the pointer is to a live string.
+        // SAFETY: the pointer points to a live string.
         unsafe { arm(name.as_ptr().cast(), 1, status) };
     }
 
     /// Removes the injected fault. Returns true if a call has failed because of it.
     pub fn disarm(&self) -> bool {
-        // SAFETY: the same.
+        // SAFETY: as above.
         let disarm: Symbol<extern "C" fn() -> u32> = unsafe { self.own(b"fake_nixl_disarm") };
         disarm() == 0
     }
 
     /// Keeps each transfer in flight for a number of status calls. `u64::MAX` means forever.
     pub fn delay(&self, calls: u64) {
-        // SAFETY: the same.
+        // SAFETY: as above.
         let delay: Symbol<extern "C" fn(u64)> = unsafe { self.own(b"fake_nixl_delay") };
         delay(calls);
     }
 
     /// Flips a bit in each of the next `transfers` transfers.
     pub fn flip(&self, transfers: u64) {
-        // SAFETY: the same.
+        // SAFETY: as above.
         let flip: Symbol<extern "C" fn(u64)> = unsafe { self.own(b"fake_nixl_flip") };
         flip(transfers);
     }
 
     /// Returns the number of objects that the library created and did not free.
     pub fn alive(&self) -> u64 {
-        // SAFETY: the same.
+        // SAFETY: as above.
         let alive: Symbol<extern "C" fn() -> u64> = unsafe { self.own(b"fake_nixl_alive") };
         alive()
     }
@@ -82,7 +82,7 @@ impl Ground {
     /// # Safety
     /// The function must have the signature `F`.
     unsafe fn own<F>(&self, name: &[u8]) -> Symbol<'_, F> {
-        // SAFETY: passed on.
+        // SAFETY: the caller of this function guarantees the same conditions.
         unsafe { self.library.get(name) }.expect("a function of the library")
     }
 
