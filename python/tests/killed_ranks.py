@@ -1,10 +1,11 @@
 """Ranks that save together and are killed at random times: each restart must find all of them at one version.
 
-    python killed_ranks.py checkpointer|dcp DIRECTORY KILLS [SEED]
+    python killed_ranks.py checkpointer|archive|dcp DIRECTORY KILLS [SEED]
 
 The ranks of each round, two to four, are forks of this process, which has imported torch. They restore, check that
 every element belongs to the restored step, and save step after step, until some or all of them are killed. A save that
-was reported as complete to any rank must exist in the next round.
+was reported as complete to any rank must exist in the next round. With "archive", some rounds begin with the loss of
+all directories, and find at least the last version that was reported as archived.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import random
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -49,7 +51,7 @@ LIVE: list[int] = []
 class Board:
     """Numbers that ranks report to their parent process, under a few names."""
 
-    NAMES = ("restored", "saved")
+    NAMES = ("restored", "saved", "archived")
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -76,12 +78,12 @@ def state_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Run:
     """A rank of a run that saves with `Checkpointer`."""
 
-    def __init__(self, rank: int, directory: Path, divided: torch.Tensor, own: torch.Tensor) -> None:
+    def __init__(self, rank: int, directory: Path, divided: torch.Tensor, own: torch.Tensor, **options: Any) -> None:
         self.model = torch.nn.Module()
         self.model.register_buffer("divided", divided)
         self.state = {"own": own, "step": -1, "ranks": 0}
         self.checkpoints = Checkpointer(directory, self.model, extra={"state": self.state},
-                                        process_group=dist.group.WORLD)
+                                        process_group=dist.group.WORLD, **options)
 
     def restore(self) -> int:
         return self.checkpoints.restore() if self.checkpoints.versions() else 0
@@ -98,10 +100,27 @@ class Run:
             for version in self.checkpoints.versions()[:-1]:
                 if version.name is not None:
                     self.checkpoints.give_up(version.name)
+        self.last = saved
         return chance.random() < 0.7 and saved.wait()
+
+    def is_archived(self, chance: random.Random) -> bool:
+        """Returns whether the last step is known to be archived."""
+        return False
 
     def close(self) -> None:
         self.checkpoints.close()
+
+
+class ArchivedRun(Run):
+    """A rank of a run whose stores are archived in folders."""
+
+    def __init__(self, rank: int, directory: Path, divided: torch.Tensor, own: torch.Tensor) -> None:
+        bucket = bucket_of(directory)
+        bucket.mkdir(exist_ok=True)
+        super().__init__(rank, directory, divided, own, archive={"url": bucket.as_uri(), "interval": 0.02})
+
+    def is_archived(self, chance: random.Random) -> bool:
+        return chance.random() < 0.2 and self.last.wait_archived(WAIT)
 
 
 class Dcp:
@@ -130,11 +149,27 @@ class Dcp:
         dcp.save(self.state, storage_writer=StorageWriter(self.path))
         return True
 
+    def is_archived(self, chance: random.Random) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 
 
-KINDS: dict[str, type[Run] | type[Dcp]] = {"checkpointer": Run, "dcp": Dcp}
+KINDS: dict[str, type[Run] | type[Dcp]] = {"checkpointer": Run, "archive": ArchivedRun, "dcp": Dcp}
+
+
+def bucket_of(directory: Path) -> Path:
+    return directory.with_name("bucket")
+
+
+def lose(directory: Path) -> None:
+    """Removes the stores of all ranks, and restores them from their archives."""
+    shutil.rmtree(directory)
+    for bucket in sorted(bucket_of(directory).iterdir()):
+        if (bucket / "line").exists():
+            command = [sys.executable, "-m", "remanent", "restore", "--from", bucket.as_uri(), directory / bucket.name]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def run(kind: str, rank: int, directory: Path, meeting: Path, board: Board, seed: int, steps_max: int) -> None:
@@ -163,6 +198,8 @@ def run(kind: str, rank: int, directory: Path, meeting: Path, board: Board, seed
     for step in range(step + 1, step + 1 + steps_max):
         if saver.save(step, *tensors_of(step), chance):
             board.say("saved", rank, step)
+        if saver.is_archived(chance):
+            board.say("archived", rank, step)
     saver.close()
     # No rank exits before all ranks have finished their communication.
     dist.barrier()
@@ -231,8 +268,11 @@ def main(kind: str, directory: Path, kills: int, seed: int) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     directory.parent.mkdir(parents=True, exist_ok=True)
     chance = random.Random(seed)
-    acknowledged, counts = 0, {"all": 0, "one by one": 0, "one": 0}
+    acknowledged, archived, counts = 0, 0, {"all": 0, "one by one": 0, "one": 0}
     for kill in range(kills):
+        if kind == "archive" and kill and chance.random() < 0.5:
+            lose(directory)
+            acknowledged, counts["losses"] = archived, counts.get("losses", 0) + 1
         board = Board(chance.choice([2, 3, RANKS_MAX, RANKS_MAX]))
         pids = start(kind, directory, board, seed * 100_000 + kill, 1_000_000)
         restored = wait_restored(board, pids)
@@ -240,18 +280,21 @@ def main(kind: str, directory: Path, kills: int, seed: int) -> None:
         assert restored[0] >= acknowledged, f"step {acknowledged} was acknowledged, but {restored[0]} was restored"
         time.sleep(chance.random() ** 2 * 0.5)
         counts[killed(pids, chance)] += 1
-        acknowledged = max(restored[0], *board.said("saved"))
+        archived = max(archived, *board.said("archived"))
+        acknowledged = max(restored[0], archived, *board.said("saved"))
     # A last round without a kill, after which the store contains only the kept versions.
     board = Board(RANKS_MAX)
     for pid in start(kind, directory, board, seed * 100_000 + kills, 3):
         assert end_of(pid) == 0
     assert board.said("restored")[0] >= acknowledged
-    stores = directory if kind == "checkpointer" else directory / ".remanent"
+    stores = directory if kind != "dcp" else directory / ".remanent"
     kept = []
     for rank in range(RANKS_MAX):
-        with remanent.Store(stores / f"rank-{rank}", device="host", memory={"load": "on_demand"}) as store:
+        archive: Any = {"url": (bucket_of(directory) / f"rank-{rank}").as_uri()} if kind == "archive" else None
+        with remanent.Store(stores / f"rank-{rank}", device="host", memory={"load": "on_demand"},
+                            archive=archive) as store:
             kept.append(sum(info.name is not None for info in store.snapshots()))
-    if kind == "checkpointer":
+    if kind != "dcp":
         ranks = [len(json.loads(path.read_bytes().splitlines()[1])["parts"])
                  for path in (directory / "points").glob("*.point")]
         named = [sum(count > rank for count in ranks) for rank in range(RANKS_MAX)]

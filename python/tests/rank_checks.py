@@ -2,7 +2,8 @@
 
     python rank_checks.py cpu|cuda DIRECTORY [CHECK …]
 
-Prints a line for each check: its name, and "fine" if it succeeded on all ranks. The ranks are forks of this process,
+Without names, runs all checks except those of archives. Prints a line for each check: its name, and "fine" if it
+succeeded on all ranks. The ranks are forks of this process,
 which has imported torch. On GPUs there are as many ranks as GPUs, and checks that need four ranks are skipped. Some
 checks have several consecutive stages with different numbers of ranks.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_archives
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -925,7 +927,7 @@ def main(directory: Path, names: list[str]) -> None:
         of_check = directory / name
         of_check.mkdir(parents=True)
         ends: list[list[int]] = []
-        for number, (count, check) in enumerate(CHECKS[name]):
+        for number, (count, check) in enumerate((CHECKS | rank_archives.CHECKS)[name]):
             meeting = directory / f"meet-{name}-{number}"
             ranks = [forked(functools.partial(work, rank, count, check, meeting, of_check)) for rank in range(count)]
             ends.append([ended(pid) for pid in ranks])

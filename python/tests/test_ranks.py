@@ -27,6 +27,14 @@ def test_ranks_save_together(tmp_path: Path, device: str) -> None:
     assert len(found) > 2 and set(found.values()) == {"fine"}, f"{done.stdout}\n{done.stderr}"
 
 
+def test_archives_survive_loss_of_all_ranks(tmp_path: Path) -> None:
+    import rank_archives
+
+    done = said_by("rank_checks.py", "cpu", str(tmp_path), *rank_archives.CHECKS)
+    found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert found == dict.fromkeys(rank_archives.CHECKS, "fine"), f"{done.stdout}\n{done.stderr}"
+
+
 @pytest.mark.parametrize("kind", ["checkpointer", "dcp"])
 def test_killed_ranks_agree_on_version(tmp_path: Path, kind: str) -> None:
     done = said_by("killed_ranks.py", kind, str(tmp_path / "run"), "10", "7")

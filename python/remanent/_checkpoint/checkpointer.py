@@ -8,6 +8,7 @@ import itertools
 import json
 import operator
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -35,7 +36,7 @@ from remanent._store.errors import (
     NoStateError,
     RefusedError,
 )
-from remanent._store.options import StoreOptions, merged, refuse_archive
+from remanent._store.options import StoreOptions, merged
 from remanent._tensors.conversion import blocks
 from remanent._tensors.copy_streams import CurrentStreams, Moment
 from remanent._tensors.storages import extents_there
@@ -54,7 +55,18 @@ from remanent._versions.history import (
     first_bad,
     number_of,
 )
-from remanent._versions.run_versions import SAVING, STEP, Keep, OwnVersions, Version, Versions, Views, named, whole
+from remanent._versions.run_versions import (
+    RANKS,
+    SAVING,
+    STEP,
+    Keep,
+    OwnVersions,
+    Version,
+    Versions,
+    Views,
+    named,
+    whole,
+)
 
 if TYPE_CHECKING:
     import torch.distributed
@@ -127,7 +139,7 @@ class Checkpointer:
     :param options: options of `Store`, such as `log={"io": "direct"}`. A budget of less than 32 MiB for "disk" may be
         too small for one batch of a save, which is then rejected. `images={"compression": True}` reduces the disk space
         of bfloat16 weights by a fifth and makes saves two to three times slower. With `archive`, every version is also
-        copied to an object store, as long as it is kept; see below. `archive` cannot be combined with `process_group`.
+        copied to an object store, as long as it is kept; see below.
 
     With `process_group`, each rank creates one checkpointer for the same directory, which all ranks must be able to
     access. All ranks make the same calls in the same order. Only `versions` and `close` may be called by a single rank.
@@ -145,6 +157,12 @@ class Checkpointer:
     With `archive={"url": …}`, the run survives the loss of its machine: `Saved.wait_archived` returns once the archive
     keeps a version. On another machine, `remanent restore DIRECTORY --from URL` creates the directory with all versions
     that the archive keeps, and a checkpointer with the same `archive` continues the run there.
+
+    With `archive` and `process_group`, each rank has its own archive, `URL/rank-N`. After the loss of all machines,
+    `remanent restore DIRECTORY/rank-N --from URL/rank-N` for each N restores the stores of the ranks, and the run
+    continues with the newest version that all archives have. There is one as soon as one was archived: at most two
+    versions in addition to those of `keep` are kept until newer ones are in all archives. If the archive of one rank
+    rejects its store, the constructor raises the error on all ranks.
 
     Values can be tensors as in `save_file`, None, bool, int, float, complex, str, bytes, list, tuple, dict, NumPy
     arrays, `torch.dtype`, `torch.device` and `torch.Size`. Any other value is rejected by an error that names the
@@ -195,9 +213,6 @@ class Checkpointer:
                 raise InvalidError("compare_every: only replicas can be compared", remedy="pass `replicated=True`")
             if compare_every is not None and _whole_number("compare_every", compare_every) < 1:
                 raise InvalidError(f"compare_every: {compare_every} is below 1, which compares at every save")
-            if process_group is not None:
-                refuse_archive(options, "the stores of several ranks would be archived at different versions",
-                               "copy the directory to another machine")
             if overlap:
                 refuse_overlap(optimizer)
             if digests and "device" in options:
@@ -345,7 +360,7 @@ class Checkpointer:
             step = self._next_step(step)
             if is_left:
                 _refuse_capture()
-                return self._left.add(step, self._reading or reading, began, self.store.wait_archived)
+                return self._left.add(step, self._reading or reading, began, self._wait_archived)
             replicas, every = self._replicas, self._compare_every
             if replicas is not None and every is not None:
                 save = self._saves
@@ -358,7 +373,7 @@ class Checkpointer:
             bar = self._bar(nbytes, "saving", progress if wait else False)
             done = self._worker.submit(self._write_and_keep, passage, capture, self._saves, step, name, note, tree,
                                        nbytes, bar)
-            self._last = saved = Saved(step, reading, began, self.store.wait_archived)
+            self._last = saved = Saved(step, reading, began, self._wait_archived)
             saved._begins(done)
             self._left.go_with(saved)
             self._reading = reading
@@ -420,6 +435,42 @@ class Checkpointer:
         replicas.compare(trained)
         # After a failure, the next save compares again.
         self._uncompared = 0
+
+    def _wait_archived(self, saved: Saved, timeout: float | None) -> bool:
+        """Waits until the archives of all ranks keep a version. See `Saved.wait_archived`."""
+        ranks = self._ranks
+        if ranks is None:
+            until = None if timeout is None else time.monotonic() + timeout
+            if not saved.wait(timeout):
+                return False
+            left = None if until is None else max(0.0, until - time.monotonic())
+            return self.store.wait_archived(saved._snapshot, left)
+        self._check_open()
+        has_left = threading.Event()
+
+        def is_archived() -> bool:
+            snapshot = saved._snapshot
+            until = None if timeout is None else time.monotonic() + timeout
+            while True:
+                left = 0.1 if until is None else max(0.0, min(0.1, until - time.monotonic()))
+                if self.store.wait_archived(snapshot, left):
+                    return True
+                if until is not None and time.monotonic() >= until:
+                    return False
+                if has_left.is_set():
+                    raise InUseError(f"the wait for the archive of step {saved.step} was interrupted",
+                                     remedy="wait again on all ranks")
+
+        def in_step() -> bool:
+            ranks.doing = f"wait for the archives of step {saved.step}"
+            return all(ranks.gather(ranks.all_or_none(is_archived)))
+
+        try:
+            return self._waited(in_step)
+        except BaseException:
+            # Ctrl-C ends this wait, and then the wait of the other ranks.
+            has_left.set()
+            raise
 
     def _next_step(self, step: int) -> int:
         """Returns `step` as an int after checking that it is not below the run's current step."""
@@ -553,7 +604,8 @@ class Checkpointer:
             _refuse_capture()
             self._reading.hold_back()
 
-    def _write(self, passage: Passage, capture: Capture, step: int, note: str, tree: str, bar: Bar) -> _native.Ticket:
+    def _write(self, passage: Passage, capture: Capture, step: int, note: str, tree: str, bar: Bar,
+               label: dict[str, Any] | None) -> _native.Ticket:
         """Writes a version: first the captured tensors, then the blocks that arrive through `passage`.
 
         A long version consists of several batches. Batches with blocks from `passage` are written concurrently.
@@ -615,8 +667,13 @@ class Checkpointer:
             # Even after an error, wait for the batches in flight, because the next save reuses the memory that they
             # read.
             concurrent.futures.wait([each.committed for each in running])
-        if SAVING in self.store.root:
+        root = self.store.root
+        if SAVING in root:
             batch.remove_root(SAVING)
+        if label is not None:
+            batch.set_root(RANKS, label)
+        elif RANKS in root:
+            batch.remove_root(RANKS)
         batch.set_root("step", step)
         batch.set_root("saved_unix_ms", time.time_ns() // 1_000_000)
         ticket = self.store.submit(batch)
@@ -646,7 +703,7 @@ class Checkpointer:
             try:
                 passage.wait_for_start()
                 self._make_way(nbytes)
-                ticket = self._write(passage, capture, step, note, tree, bar)
+                ticket = self._write(passage, capture, step, note, tree, bar, self._versions.label(save, name))
             finally:
                 passage.ended()
             ticket.wait()
@@ -782,7 +839,8 @@ class Checkpointer:
         return self._versions.listed()
 
     def give_up(self, name: str) -> None:
-        """Removes the name of a version, and the version with it. The newest version is kept without its name.
+        """Removes the name of a version, and the version with it. The newest version is kept without its name, and so is
+        a version that the archives of several ranks still need.
 
         :raises NoStateError: no version has this name.
         :raises RefusedError: the version is the newest one, and a later save was interrupted. Nothing changed.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from remanent._store import _native
 from remanent._store._native import Block, Extent
-from remanent._store.errors import InUseError, InvalidError
+from remanent._store.errors import InUseError
 from remanent._tensors.copy_streams import Moment
 from remanent._tensors.working_copies import Copies
 
@@ -74,8 +74,8 @@ class Kept(NamedTuple):
     lsn: int
     # The time of the monotonic clock, in seconds.
     at: float
-    # The number of its snapshot in the store of the run, or None if there are several ranks.
-    snapshot: int | None
+    # The number of its snapshot in the store of this rank.
+    snapshot: int
 
 
 class Saved:
@@ -85,7 +85,7 @@ class Saved:
     """
 
     def __init__(self, step: int, reading: Reading, began: float,
-                 archived: Callable[[int, float | None], bool]) -> None:
+                 archived: Callable[[Saved, float | None], bool]) -> None:
         self.step = step
         #: The step of the saved version. For a coalesced save, this is the step of the next save, or None until that
         #: save begins.
@@ -170,19 +170,22 @@ class Saved:
         """Waits until the archive of the run keeps the version, so that the version survives the loss of this machine.
         Returns False if that takes more than `timeout` seconds. Versions are archived in the order of their saves.
 
+        With several ranks, all ranks make this call, with the same `timeout`. It returns True once the archives of all
+        ranks keep the version, and False if one of them does not in time. The time begins when the save has ended.
+
         :raises ArchiveError: the run has no archive, the archive has ended, or the version cannot be archived.
         :raises NoStateError: the version was removed before it was archived, because newer ones replaced it.
         :raises InUseError: as for `wait`.
         :raises Error: the save failed. The error is that of the save.
         """
-        until = None if timeout is None else time.monotonic() + timeout
-        if not self.wait(timeout):
-            return False
+        return self._archived(self, timeout)
+
+    @property
+    def _snapshot(self) -> int:
+        """The number of the version's snapshot. Waits until the version is durable."""
+        self.wait()
         assert self._done is not None
-        snapshot = self._done.result().snapshot
-        if snapshot is None:
-            raise InvalidError("a run with several ranks has no archive", remedy="copy the directory")
-        return self._archived(snapshot, None if until is None else max(0.0, until - time.monotonic()))
+        return self._done.result().snapshot
 
     def wait_copied(self) -> None:
         """Waits until the state is copied. From then on, all of it may be changed in any way."""
@@ -204,7 +207,7 @@ class LeftSaves:
         return self._saves[-1].step if self._saves else None
 
     def add(self, step: int, reading: Reading, began: float,
-            archived: Callable[[int, float | None], bool]) -> Saved:
+            archived: Callable[[Saved, float | None], bool]) -> Saved:
         """Adds a coalesced save and returns its handle. `reading` belongs to the save in progress."""
         saved = Saved(step, reading, began, archived)
         self._saves.append(saved)

@@ -9,14 +9,13 @@ points, because it holds the lock of its store, which is in the same directory.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterable, Mapping
+import uuid
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -32,45 +31,15 @@ from remanent._store.errors import (
     RefusedError,
 )
 from remanent._store.options import StoreOptions
-from remanent._util import checksummed_json, durable_files
+from remanent._util import durable_files
+from remanent._versions import rank_archives
+from remanent._versions.points import Part, Point, Points, numbered_stores, store_of
+from remanent._versions.rank_archives import ArchivedSnapshots
 from remanent._versions.removal import Removal
 from remanent._versions.run_versions import Keep, Version, Views, no_version, of_step, unnamed
 
 _Path = str | os.PathLike[str]
 _T = TypeVar("_T")
-
-_KIND = "version"
-_ENDING = ".point"
-
-
-class Part(NamedTuple):
-    """One rank's part of a point: a snapshot of the rank's store, and the Lsn of its last batch."""
-
-    store_id: str
-    snapshot: str
-    lsn: int
-
-
-class Point(NamedTuple):
-    """A version of all ranks. `created` is the time of its creation in seconds since 1970."""
-
-    number: int
-    step: int
-    name: str | None
-    created: float
-    parts: list[Part]
-
-    def part(self, rank: int) -> Part:
-        """Returns the part from which a rank continues. If there are more ranks than parts, ranks use the parts in
-        turn."""
-        return self.parts[rank % len(self.parts)]
-
-    def version(self, rank: int) -> Version:
-        return Version(self.step, self.part(rank).lsn, self.name, self.created)
-
-
-def _store_of(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank}"
 
 
 class SharedVersions:
@@ -81,13 +50,18 @@ class SharedVersions:
                  options: StoreOptions, *, always_prune: bool) -> None:
         self._ranks, self._keep = ranks, keep
         self._held = durable_files.HeldDirectory(Path(directory))
-        self._points = _Points(lambda: self._held.path)
+        self._points = Points(lambda: self._held.path)
         # The newest save whose outcome this rank has reported.
         self._told = 0
         opened: list[_native.Store] = []
+        # Points to create, on the first rank.
+        self._derived: list[Point] = []
         try:
-            ranks.by_first(self._check)
-            ranks.all_or_none(lambda: opened.append(self._open(options)))
+            first = ranks.by_first(lambda: self._check(rank_archives.url_of(options)))
+            self._attempt, self._has_archive = first["attempt"], first["url"] is not None
+            ranks.all_or_none(lambda: opened.append(self._open(options, first["url"])))
+            if first["is_restored"]:
+                ranks.by_first(lambda: self._points.create_all(self._derived))
             # A second group for queries while a save is in progress. This code runs on the worker thread, so a rank
             # that dies during the creation does not block the main thread.
             self._aside = Ranks(process_group)
@@ -99,14 +73,20 @@ class SharedVersions:
         [self.store] = opened
         self._removal = Removal(self.store, always=always_prune)
 
-    def _check(self) -> None:
+    def _check(self, url: str | None) -> dict[str, Any]:
+        """Checks the directory before it is changed, and returns what all ranks must have in common."""
         if (self._held.path / "STORE").exists():
             raise RefusedError(f"{self._held.path} is a store, so it cannot contain the stores of ranks",
                                remedy="use another directory")
+        if not self._points.exist():
+            self._derived = rank_archives.derived(self._held.path)
+        return {"attempt": uuid.uuid4().hex, "url": url, "is_restored": bool(self._derived)}
 
-    def _open(self, options: StoreOptions) -> _native.Store:
+    def _open(self, options: StoreOptions, url: str | None) -> _native.Store:
+        rank = self._ranks.rank
+        own = rank_archives.of_rank(options, rank, url)
         self._held.make()
-        return _native.Store(_store_of(self._held.path, self._ranks.rank), **options)
+        return _native.Store(store_of(self._held.path, rank), **own)
 
     def check_name(self, name: str) -> None:
         if any(point.name == name for point in self._points.readable()[0]):
@@ -128,15 +108,22 @@ class SharedVersions:
             raise_first(failures)
         return any(each["own"] for each in rows)
 
+    def label(self, save: int, name: str | None) -> dict[str, Any] | None:
+        return rank_archives.label(self._attempt, save, self._ranks.count, name)
+
+    def _archived(self) -> ArchivedSnapshots | None:
+        return rank_archives.archived_snapshots(self.store) if self._has_archive else None
+
     def begin(self, nbytes: int) -> None:
         # Snapshots that no point lists belong to no version.
         self._removal.make_room(nbytes)
 
-    def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
+    def keep(self, save: int, lsn: int, step: int, name: str | None) -> int:
         snapshot = of_step(step, lsn)
         try:
-            self.store.snapshot(snapshot, verify=False)
-            record = {"step": step, "name": name, "part": Part(self.store.id, snapshot, lsn)}
+            kept = self.store.snapshot(snapshot, verify=False).id
+            record = {"step": step, "name": name, "part": Part(self.store.id, snapshot, lsn),
+                      "archived": self._archived()}
         except BaseException as error:
             self.failed(save, error)
             raise
@@ -152,7 +139,9 @@ class SharedVersions:
             self._give_up_unnamed()
             raise
         parts = [Part(*each["part"]) for each in all_records]
-        self._give_up_all_but(self._ranks.by_first(lambda: self._publish(step, name, parts)))
+        archived = _of_all([each["archived"] for each in all_records])
+        self._give_up_all_but(self._ranks.by_first(lambda: self._publish(step, name, parts, archived)))
+        return kept
 
     def failed(self, save: int, error: BaseException) -> None:
         # The error of the save itself is raised, not an error of reporting it.
@@ -166,30 +155,33 @@ class SharedVersions:
         self._ranks.doing = f"make save {save}"
         return self._ranks.gather(record)
 
-    def _publish(self, step: int, name: str | None, parts: list[Part]) -> list[list[str]] | None:
+    def _publish(self, step: int, name: str | None, parts: list[Part],
+                 archived: list[ArchivedSnapshots]) -> list[list[str]] | None:
         self._points.create(step, name, parts)
         points, all_read = self._points.readable()
-        gone = self._keep.outlived(points)
+        needed = rank_archives.needed(points, archived) if self._has_archive else []
+        gone = [point for point in self._keep.outlived(points) if point not in needed]
         self._points.remove(gone)
         if not all_read:
             return None
         kept = [point for point in points if point not in gone]
-        self._remove_left_stores(kept)
+        if not self._has_archive:
+            # A later rank of this number could not continue the archive of a removed store.
+            self._remove_left_stores(kept)
         return self._snapshots_of(kept)
 
     def _remove_left_stores(self, kept: list[Point]) -> None:
         """Removes the stores of ranks that no longer exist, unless a point lists a snapshot of such a store."""
         ranks, directory = max([self._ranks.count, *(len(point.parts) for point in kept)]), self._held.path
         try:
-            for folder in directory.glob("rank-*"):
-                number = folder.name.removeprefix("rank-")
-                if number.isdecimal() and int(number) >= ranks:
-                    removed = folder.with_name(f"removed-{number}")
+            for number in numbered_stores(directory):
+                if number >= ranks:
+                    removed = directory / f"removed-{number}"
                     if removed.exists():
                         # A process ended while it removed an earlier store of this rank.
                         shutil.rmtree(removed)
                     # A partly removed store would be unusable for a rank that is added later.
-                    os.replace(folder, removed)
+                    os.replace(store_of(directory, number), removed)
                     durable_files.sync_folder(directory)
             for folder in directory.glob("removed-*"):
                 shutil.rmtree(folder)
@@ -262,7 +254,7 @@ class SharedVersions:
 
     def _view(self, parts: list[Part], rank: int) -> _native.View:
         part = parts[rank]
-        view = _native.View(_store_of(self._held.path, rank), f"name:{part.snapshot}")
+        view = _native.View(store_of(self._held.path, rank), f"name:{part.snapshot}")
         if view.id != part.store_id:
             found = view.id
             view.close()
@@ -295,9 +287,12 @@ class SharedVersions:
         return self._ranks.all_or_none(found)
 
     def give_up(self, name: str) -> None:
+        archived = _of_all(self._ranks.gather(self._ranks.all_or_none(self._archived))) if self._has_archive else []
+
         def remove() -> list[list[str]] | None:
             point, newest = self._found(f"name:{name}"), self._points.newest()
-            if newest is not None and point.number == newest.number:
+            needed = rank_archives.needed(self._points.readable()[0], archived) if self._has_archive else []
+            if newest is not None and point.number == newest.number or point in needed:
                 self._points.forget_name(point)
             else:
                 self._points.remove([point])
@@ -311,10 +306,10 @@ class SharedVersions:
         self._ranks.by_first(lambda: _check_free(target))
         with self.view(at) as view:
             step = int(view.root["step"])
-            own = _store_of(target, self._ranks.rank)
+            own = store_of(target, self._ranks.rank)
             try:
                 parts = self._ranks.gather(self._ranks.all_or_none(lambda: _forked(view, step, own)))
-                points = _Points(lambda: target)
+                points = Points(lambda: target)
                 self._ranks.by_first(lambda: points.create(step, None, [Part(*part) for part in parts]))
             except BaseException:
                 shutil.rmtree(own, ignore_errors=True)
@@ -324,6 +319,11 @@ class SharedVersions:
         self._removal.end()
         self._aside.end()
         self._held.close()
+
+
+def _of_all(gathered: list[list[list[str]] | None]) -> list[ArchivedSnapshots]:
+    """Returns the archived snapshots of all ranks from the values that they sent."""
+    return [ArchivedSnapshots(*each) for each in gathered if each is not None]
 
 
 def _check_free(directory: Path) -> None:
@@ -338,80 +338,3 @@ def _forked(view: _native.View, step: int, target: Path) -> Part:
         snapshot = of_step(step, store.lsn)
         store.snapshot(snapshot, verify=False)
         return Part(store.id, snapshot, store.lsn)
-
-
-class _Points:
-    """Reads, creates and removes the files of a run's points."""
-
-    def __init__(self, directory: Callable[[], Path]) -> None:
-        self._directory = directory
-
-    @property
-    def _folder(self) -> Path:
-        return self._directory() / "points"
-
-    def readable(self) -> tuple[list[Point], bool]:
-        """Returns the readable points, oldest first, and whether all points could be read."""
-        points, all_read = [], True
-        for path in self._paths():
-            try:
-                points.append(_read(path))
-            except FileNotFoundError:
-                # The point was removed between the listing and the read.
-                continue
-            except (DamagedError, OSError) as error:
-                all_read = False
-                logging.getLogger("remanent").warning("a version cannot be read: %s", error)
-        return points, all_read
-
-    def newest(self) -> Point | None:
-        """Returns the newest point, or None if there is none.
-
-        :raises DamagedError: the newest point is damaged. The previous point must not be used in its place.
-        """
-        paths = self._paths()
-        return _read(paths[-1]) if paths else None
-
-    def create(self, step: int, name: str | None, parts: list[Part]) -> None:
-        folder = self._folder
-        durable_files.make_folder(folder)
-        for left in folder.glob(f"*{_ENDING}.tmp"):
-            # A process was killed while it created a point.
-            left.unlink()
-        number = max(map(_number_of, self._paths()), default=0) + 1
-        point = Point(number, step, name, time.time(), parts)
-        durable_files.create(self._path(number), _encoded(point))
-
-    def forget_name(self, point: Point) -> None:
-        """Removes the name of a point."""
-        durable_files.publish(self._path(point.number), _encoded(point._replace(name=None)))
-
-    def remove(self, points: Iterable[Point]) -> None:
-        durable_files.remove(self._path(point.number) for point in points)
-
-    def _paths(self) -> list[Path]:
-        try:
-            found = [path for path in self._folder.iterdir() if path.suffix == _ENDING and path.stem.isdecimal()]
-        except FileNotFoundError:
-            return []
-        return sorted(found, key=_number_of)
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number:010}{_ENDING}"
-
-
-def _number_of(path: Path) -> int:
-    return int(path.stem)
-
-
-def _encoded(point: Point) -> bytes:
-    record = point._asdict()
-    del record["number"]
-    return checksummed_json.seal(_KIND, [record])
-
-
-def _read(path: Path) -> Point:
-    [text] = checksummed_json.parts_of(_KIND, path.read_bytes(), path)
-    record = json.loads(text)
-    parts = [Part(*part) for part in record["parts"]]
-    return Point(_number_of(path), record["step"], record["name"], record["created"], parts)

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from remanent._store import _native
 from remanent._store.errors import InvalidError, NoStateError, RefusedError
@@ -19,6 +19,8 @@ _T = TypeVar("_T")
 STEP = "step "
 # The entry of the root that is set while a save has written part of its version.
 SAVING = "saving"
+# The entry of the root that is equal on all ranks of a version.
+RANKS = "ranks"
 
 
 _R = TypeVar("_R", bound=_native.Reader)
@@ -145,12 +147,16 @@ class Versions(Protocol):
         """Returns whether `own` is true on any rank when save number `save` begins. If a rank could not begin the save,
         raises its error."""
 
+    def label(self, save: int, name: str | None) -> dict[str, Any] | None:
+        """Returns the entry of the root that identifies the version of a save on all ranks, or None for a single
+        process."""
+
     def begin(self, nbytes: int) -> None:
         """Prepares a save of `nbytes` bytes. The newest version is kept if it is not kept yet."""
 
-    def keep(self, save: int, lsn: int, step: int, name: str | None) -> int | None:
+    def keep(self, save: int, lsn: int, step: int, name: str | None) -> int:
         """Keeps the durable version of batch `lsn`, and starts to remove the versions that it replaces. Returns the
-        number of the version's snapshot in the store of the run, or None if there are several ranks.
+        number of the version's snapshot in this rank's store.
 
         :param save: the number of the save, as for `failed`. For each save, `keep`, `failed` or both in this order are
             called.
@@ -227,6 +233,9 @@ class OwnVersions:
 
     def any_of(self, save: int, own: bool) -> bool:
         return own
+
+    def label(self, save: int, name: str | None) -> dict[str, Any] | None:
+        return None
 
     def begin(self, nbytes: int) -> None:
         self._removal.make_room(nbytes)
