@@ -86,6 +86,22 @@ pub struct Imported {
     managed: Managed,
 }
 
+/// Makes the device of a CUDA tensor of torch the current one. Returns the context manager that ends this, or `None` if
+/// the object is no such tensor. Torch exports only tensors on the current device.
+fn torch_device<'py>(object: &Bound<'py, PyAny>, device: i32) -> PyResult<Option<Bound<'py, PyAny>>> {
+    if !matches!(device, CUDA | CUDA_MANAGED) {
+        return Ok(None);
+    }
+    let modules = object.py().import("sys")?.getattr("modules")?;
+    let Ok(torch) = modules.get_item("torch") else { return Ok(None) };
+    if !object.is_instance(&torch.getattr("Tensor")?)? {
+        return Ok(None);
+    }
+    let current = torch.getattr("cuda")?.call_method1("device", (object.getattr("device")?,))?;
+    current.call_method0("__enter__")?;
+    Ok(Some(current))
+}
+
 enum Managed {
     Old(NonNull<DlManaged>),
     Versioned(NonNull<DlManagedVersioned>),
@@ -111,14 +127,19 @@ impl Imported {
             // The legacy default stream, for which the store waits before it reads the bytes.
             arguments.set_item("stream", 1)?;
         }
+        let current = torch_device(object, device)?;
         let capsule = match object.call_method("__dlpack__", (), Some(&arguments)) {
             // Producers from before version 1 do not know this argument.
             Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => {
                 arguments.del_item("max_version")?;
-                object.call_method("__dlpack__", (), Some(&arguments))?
+                object.call_method("__dlpack__", (), Some(&arguments))
             }
-            called => called?,
+            called => called,
         };
+        if let Some(current) = current {
+            current.call_method1("__exit__", (py.None(), py.None(), py.None()))?;
+        }
+        let capsule = capsule?;
         let capsule = capsule.cast_into::<PyCapsule>().map_err(PyErr::from)?;
         let imported = Self::of_capsule(&capsule)?;
         match imported.device {

@@ -56,7 +56,7 @@ impl CheckedArchive {
         let bucket = Arc::new(bucket.map_err(|failure| error_of_open(&failure))?);
         let path = disk.directory()?.ok_or_else(|| {
             let reason = "only a store in a file system can be archived".to_owned();
-            ArchiveError { url: String::new(), kind: ArchiveErrorKind::Settings, reason }
+            ArchiveError { url: options.url.clone(), kind: ArchiveErrorKind::Settings, reason }
         })?;
         // Resolves symbolic links, because their targets may change while the store is open.
         let path = std::fs::canonicalize(&path).unwrap_or(path);

@@ -18,9 +18,12 @@ pub(super) fn error_of(url: &str, failure: &Failure) -> Error {
         Failure::TooLarge { .. } => ArchiveErrorKind::Limit,
         _ => ArchiveErrorKind::Damaged,
     };
-    // The text after "; " is a remedy for direct callers of the protocol.
     let text = failure.to_string();
-    let reason = text.split_once("; ").map_or(text.as_str(), |(reason, _)| reason).to_owned();
+    let reason = match failure {
+        Failure::Local(_) => text,
+        // The text after the last "; " is a remedy. Messages of a bucket, before it, may contain "; " too.
+        _ => text.rsplit_once("; ").map_or(text.as_str(), |(reason, _)| reason).to_owned(),
+    };
     ArchiveError { url: url.to_owned(), kind, reason }.into()
 }
 

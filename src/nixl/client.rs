@@ -88,7 +88,8 @@ impl PageClient {
     /// [`NixlError::InvalidMetadata`], [`NixlError::OtherPeerVersion`]; [`NixlError::TimedOut`] if the server does not
     /// answer within the agent's time limit; [`NixlError::Failed`]; [`Error::OutOfMemory`], [`Error::Forked`].
     pub fn connect(agent: Agent, metadata: &[u8], page_len_max: u64) -> Result<Self> {
-        let short = Error::OutOfMemory { place: remanent_format::Place::Host, len: page_len_max };
+        let len = page_len_max.saturating_mul(SLOTS);
+        let short = Error::OutOfMemory { place: remanent_format::Place::Host, len };
         let len = page_len_max.max(1).checked_mul(SLOTS).and_then(|len| usize::try_from(len).ok());
         let buffer = HostBuffer::new(len.ok_or(short)?)?;
         let server = agent.load_peer(metadata)?;

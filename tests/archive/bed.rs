@@ -50,6 +50,10 @@ impl Bed {
         bed
     }
 
+    pub fn root(&self) -> &Path {
+        self.root.path()
+    }
+
     pub fn path(&self, name: &str) -> PathBuf {
         self.root.path().join(name)
     }
@@ -132,6 +136,21 @@ pub fn restore(url: &str, path: &Path) -> remanent_archive::Result<RestoredEnd> 
     let lock = Box::new(EngineLock(DirDisk::new(path).lock().unwrap()));
     let target = RestoreTarget::open(path, lock).map_err(remanent_archive::Error::Local)?.url(url);
     bucket.block_on(mirror::restore(archive, &target))
+}
+
+/// Restores the archive in the folder `bucket` of `root`, unless it was restored, and archives one more step. Returns this
+/// step, after checking the bytes of every page.
+pub fn continue_restored(root: &Path) -> u64 {
+    let (url, path) = (format!("file://{}", root.join("bucket").display()), root.join("restored"));
+    if !path.join("STORE").exists() {
+        restore(&url, &path).unwrap();
+    }
+    let archive = ArchiveOptions::new(url).interval(Duration::from_millis(1));
+    let store = plain_options(Create::Never).archive(archive).open(&path).unwrap();
+    archive_steps(&store, &pages(&store), 1);
+    let step = check(&store);
+    store.close().unwrap();
+    step
 }
 
 /// Returns the pages in order of creation. Creates them if the store is new.

@@ -1,13 +1,14 @@
-//! Kills processes that are archiving.
+//! Kills processes that archive a store or restore one. `REMANENT_TEST_SIZE=full` kills 100 of each.
 
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
 use remanent::Ack;
 
-use crate::bed::{Bed, check, pages, pause, step, step_of};
+use crate::bed::{Bed, check, copy_directory, pages, pause, step, step_of};
 
 /// The environment variable with the directory of the store and the bucket, for the child process.
 const CHILD: &str = "REMANENT_ARCHIVE_CHILD";
@@ -35,10 +36,22 @@ fn child_archives_until_killed() {
     }
 }
 
-fn start(bed: &Bed) -> Child {
+/// Restores the archive, and continues it with one step.
+#[test]
+fn child_restores_until_killed() {
+    let Some(root) = std::env::var_os(CHILD) else { return };
+    println!("started");
+    crate::bed::continue_restored(std::path::Path::new(&root));
+}
+
+fn kills() -> u64 {
+    if std::env::var("REMANENT_TEST_SIZE").as_deref() == Ok("full") { 100 } else { 12 }
+}
+
+fn start(test: &str, root: &Path) -> Child {
     Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "kills::child_archives_until_killed", "--nocapture"])
-        .env(CHILD, bed.store().parent().unwrap())
+        .args(["--exact", test, "--nocapture"])
+        .env(CHILD, root)
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
@@ -49,12 +62,12 @@ fn start(bed: &Bed) -> Child {
 /// and the directory must be able to continue the archive.
 #[test]
 fn archived_steps_survive_kills() {
-    let rounds = std::env::var("REMANENT_ARCHIVE_KILLS").map_or(12, |rounds| rounds.parse().unwrap());
+    let rounds = kills();
     let bed = Bed::new();
     let mut archived = 0;
     let mut progressed = 0;
     for round in 0..rounds {
-        let mut child = start(&bed);
+        let mut child = start("kills::child_archives_until_killed", bed.root());
         let mut out = BufReader::new(child.stdout.take().unwrap());
         let (reports, first_report) = mpsc::channel();
         let reader = std::thread::spawn(move || {
@@ -88,4 +101,40 @@ fn archived_steps_survive_kills() {
     assert!(check(&store) >= archived);
     crate::bed::archive_steps(&store, &pages(&store), 1);
     assert_eq!(bed.restored_step("restored"), step_of(&store));
+}
+
+/// Kills a restore at a random time. The next restore into the same directory must contain the last archived step, and
+/// the restored store must continue the archive.
+#[test]
+fn killed_restores_are_repeated() {
+    let source = Bed::new();
+    let store = source.open();
+    let pages = pages(&store);
+    for _ in 0..20 {
+        crate::bed::archive_steps(&store, &pages, 10);
+        store.snapshot().unwrap();
+    }
+    let archived = step_of(&store);
+    store.close().unwrap();
+    let mut interrupted = 0;
+    for round in 0..kills() {
+        let bed = Bed::new();
+        copy_directory(&source.bucket(), &bed.bucket());
+        let mut child = start("kills::child_restores_until_killed", bed.root());
+        let mut out = BufReader::new(child.stdout.take().unwrap());
+        let mut line = String::new();
+        while !line.contains("started") {
+            line.clear();
+            assert_ne!(out.read_line(&mut line).unwrap(), 0);
+        }
+        pause(Duration::from_millis(round * 3 % 40));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let directory = bed.path("restored");
+        interrupted += u64::from(directory.join("ARCHIVE").exists() && !directory.join("STORE").exists());
+        let step = crate::bed::continue_restored(bed.root());
+        assert!((archived + 1..=archived + 2).contains(&step), "step {step} after {archived}");
+        assert_eq!(bed.restored_step("again"), step);
+    }
+    println!("{interrupted} restores were killed before they ended");
 }

@@ -358,7 +358,11 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let deleted = self.delete(ObjectKey::Data(key)).await;
             *if deleted { &mut swept.data_objects } else { &mut swept.refused } += 1;
         }
-        // Line objects are deleted last: after an interrupted sweep, the next one still needs their lists.
+        // Line objects are deleted last: after an interrupted sweep, the next one still needs their lists. So it does
+        // after a refused delete, for example because of an object lock.
+        if swept.refused > 0 {
+            return Ok(swept);
+        }
         for position in positions {
             let deleted = self.delete(ObjectKey::Line(position)).await;
             *if deleted { &mut swept.line_objects } else { &mut swept.refused } += 1;

@@ -141,7 +141,8 @@ impl Bucket for SimBucket {
         if self.chance(0.5) {
             self.send(effect.clone()).await;
         }
-        if self.chance(0.02) {
+        let is_locked = self.world.borrow().locks_data && matches!(key, ObjectKey::Data(_));
+        if is_locked || self.chance(0.02) {
             return Err(failure(FailureClass::Denied, "403"));
         }
         if self.chance(0.1) {

@@ -50,6 +50,8 @@ pub struct World {
     pub now: u64,
     /// Whether all requests succeed.
     pub is_calm: bool,
+    /// Whether the bucket refuses to delete data objects.
+    pub locks_data: bool,
     /// The recorded events, or `None` if they are not recorded.
     pub trace: Option<Vec<String>>,
     /// The acknowledged batches, with the times of their acknowledgements.
@@ -92,6 +94,7 @@ impl World {
             old_copy: None,
             now: 0,
             is_calm: false,
+            locks_data: false,
             trace: None,
             acknowledged: HashMap::new(),
             creators: BTreeMap::new(),

@@ -3,7 +3,7 @@
 use remanent_archive::Error;
 use remanent_archive::line::{Line, Pruned, SnapshotParts, Verified};
 use remanent_archive::local::LocalStore;
-use remanent_archive::object::{BatchPoint, INLINE_FRAMES_LEN_MAX, Kind};
+use remanent_archive::object::{BatchPoint, INLINE_FRAMES_LEN_MAX, Kind, ObjectKey};
 use remanent_archive::rules::Rules;
 use remanent_archive::testing::store::{Restored, SimStore};
 use remanent_format::Lsn;
@@ -187,4 +187,26 @@ fn verification_reads_every_part() {
     stage.world.borrow_mut().apply(&remanent_archive::testing::world::Effect::Delete(key));
     let refused = block_on(line.verify_manifest());
     assert!(matches!(refused, Err(Error::Damaged { key: found, .. }) if found == key), "{refused:?}");
+}
+
+/// While a bucket refuses deletes of data, sweeps keep the lists of that data for later ones.
+#[test]
+fn locked_data_is_deleted_after_the_lock_ends() {
+    let data_after = |is_locked: bool| {
+        let mut stage = Stage::new(Rules::default());
+        let writer = stage.process(0);
+        let local = writer.local();
+        let mut line = block_on(writer.open()).expect("a new store opens");
+        for round in 0..6 {
+            stage.world.borrow_mut().locks_data = is_locked && round < 4;
+            commit(&local, 2);
+            archive_snapshot(&writer, &mut line, true).expect("the snapshot is archived");
+            block_on(writer.prune_as_writer(&mut line)).expect("the prune succeeds");
+        }
+        let count =
+            stage.world.borrow().objects.keys().filter(|key| matches!(key, ObjectKey::Data(_))).count();
+        stage.read().expect("the end can be restored");
+        count
+    };
+    assert_eq!(data_after(true), data_after(false));
 }
