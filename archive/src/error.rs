@@ -193,8 +193,8 @@ pub enum Damage {
     /// The bytes of the object are invalid.
     #[error(transparent)]
     Bytes(#[from] ObjectDefect),
-    /// The object's nonce of the preceding object differs from that object's nonce.
-    #[error("its nonce of the preceding object does not match that object")]
+    /// The nonce that the object states for the preceding object differs from that object's nonce.
+    #[error("the nonce that it states for the preceding object does not match that object")]
     NotNext,
     /// The frames of a run do not continue the state before them.
     #[error("its frames continue {found}, but the state before them is {expected}")]
@@ -205,7 +205,7 @@ pub enum Damage {
         expected: BatchPoint,
     },
     /// The line ends below the end of a snapshot.
-    #[error("the snapshot needs the log up to {end}, but the line ends at {found}")]
+    #[error("the snapshot needs the log up to {end}, but the archived log ends at {found}")]
     EndNotReached {
         /// The batch up to which a restore of the snapshot replays the log.
         end: BatchPoint,

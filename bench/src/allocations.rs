@@ -53,10 +53,10 @@ pub struct AllocationsBench {
     /// Number of requests of the --kv trace to use
     #[arg(long, value_name = "N", default_value_t = 1000, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     requests: usize,
-    /// Bytes per block of the cache
+    /// Length of each block of the cache in bytes
     #[arg(long, value_name = "BYTES", default_value = "64KiB")]
     len: Size,
-    /// Size of the cache, in percent of the distinct blocks
+    /// Size of the cache, as a percentage of the distinct blocks
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = RangedU64ValueParser::<usize>::new().range(1..=100))]
     budget: usize,
     /// Numbers of threads that replay the trace concurrently, separated by commas

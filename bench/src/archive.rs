@@ -38,10 +38,10 @@ pub struct ArchiveBench {
     /// Duration of the commits to each store in a round, in seconds
     #[arg(long, value_name = "S", default_value_t = 2.0)]
     seconds: f64,
-    /// Number of batches per round for which the thread waits until they are archived
+    /// Number of batches per round that the thread commits and waits for until they are archived
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=100_000))]
     waits: u64,
-    /// Bytes of the snapshot that is archived and restored; 0 skips this measurement
+    /// Size in bytes of the snapshot to archive and restore; 0 skips this measurement
     #[arg(long, value_name = "BYTES", default_value = "256MiB")]
     snapshot: Size,
 }

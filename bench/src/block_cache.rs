@@ -22,7 +22,7 @@ pub struct BlockCache<'b> {
     pub room: &'b Room,
     /// The first of the tiers.
     pub fast: Place,
-    /// Bytes per block: a multiple of 8, and at least [`CHECKED`].
+    /// The length of a block in bytes: a multiple of 8, and at least [`CHECKED`].
     pub len: u64,
     /// The number of blocks that are requested at once.
     pub piece: usize,

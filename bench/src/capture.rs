@@ -32,10 +32,10 @@ Examples:
 pub struct CaptureBench {
     #[command(flatten)]
     common: Common,
-    /// Bytes of the state
+    /// Size of the state in bytes
     #[arg(long, default_value = "256MiB")]
     bytes: Size,
-    /// Bytes per page
+    /// Length of each page in bytes
     #[arg(long, value_name = "BYTES", default_value = "16MiB")]
     page_len: Size,
     /// Percentage of the state's chunks that change

@@ -32,16 +32,16 @@ Examples:
 pub struct CeilingsBench {
     #[command(flatten)]
     common: Common,
-    /// Bytes to write and read
+    /// Number of bytes to write and read
     #[arg(long, default_value = "256MiB")]
     bytes: Size,
 }
 
-/// Bytes of a long copy.
+/// Length of a long copy in bytes.
 const COPY_LEN: usize = 64 << 20;
-/// Bytes of a short copy.
+/// Length of a short copy in bytes.
 const SHORT_LEN: usize = 4096;
-/// Bytes of a delta.
+/// Length of a delta in bytes.
 const DELTA_LEN: usize = 256;
 /// Number of deltas in a long list, each for a separate page.
 const DELTAS: usize = 10_000;

@@ -36,7 +36,7 @@ pub struct CommitBench {
     /// Numbers of threads that commit concurrently, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,8")]
     threads: Vec<usize>,
-    /// Bytes per delta, separated by commas
+    /// Delta lengths in bytes, separated by commas
     #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "256,4KiB,64KiB")]
     len: Vec<Size>,
     /// Acknowledgement that each commit waits for: one or more kinds, separated by commas

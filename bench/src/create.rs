@@ -34,16 +34,16 @@ Examples:
 pub struct CreateBench {
     #[command(flatten)]
     common: Common,
-    /// Bytes of all pages together
+    /// Total size of all pages in bytes
     #[arg(long, default_value = "256MiB")]
     bytes: Size,
-    /// Bytes of the pages in one batch
+    /// Total size of the pages in one batch, in bytes
     #[arg(long, value_name = "BYTES", default_value = "64MiB")]
     batch: Size,
-    /// Bytes per page
+    /// Length of each page in bytes
     #[arg(long, value_name = "BYTES", default_value = "8MiB")]
     page_len: Size,
-    /// Length in bytes of the page that is created while another page is committed to
+    /// Length in bytes of the page that is created during commits to another page
     #[arg(long, value_name = "BYTES", default_value = "1GiB")]
     long_len: Size,
     /// Number of pages that one batch creates during commits to another page
@@ -131,7 +131,7 @@ impl Measure for CreateBench {
 const ALONE: Duration = Duration::from_millis(300);
 /// The number of times that the long page is created in a round.
 const LONG_CREATES: usize = 20;
-/// Bytes of each of the many pages.
+/// Length in bytes of each of the many pages.
 const MANY_LEN: u64 = 64;
 
 /// A thread that commits to its own page while others create pages.

@@ -43,8 +43,9 @@ pub struct FollowBench {
 const GAP: Duration = Duration::from_millis(2);
 /// Longer than any batch takes.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Bytes of the page, and of a delta.
+/// Length of the page in bytes.
 const PAGE_LEN: u64 = 64 << 10;
+/// Length of a delta in bytes.
 const DELTA_LEN: u64 = 256;
 /// The name, the method of writing the log, and the acknowledgement that a commit waits for.
 const WAYS: [(&str, LogIo, Ack); 2] =

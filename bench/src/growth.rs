@@ -30,7 +30,7 @@ const BATCH_PAGES: u64 = 10_000;
 /// Number of consecutive snapshots without writes after which no background writes remain: one more than the
 /// kept snapshots.
 const IDLE_SNAPSHOTS: u32 = 3;
-/// Bytes that a commit writes.
+/// Number of bytes that each commit writes.
 const WRITTEN: usize = 8;
 /// Disk space in bytes per page in addition to its length: image headers, manifest entries, and the log until
 /// it is recycled.
@@ -45,7 +45,7 @@ pub struct GrowthBench {
     /// Numbers of pages, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1000,30000,1000000")]
     pages: Vec<u64>,
-    /// Bytes per page
+    /// Length of each page in bytes
     #[arg(long, value_name = "BYTES", default_value = "64")]
     page_len: Size,
     /// Give each page a key

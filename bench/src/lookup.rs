@@ -40,7 +40,7 @@ pub struct LookupBench {
     seconds: f64,
 }
 
-/// Bytes of a page, of a delta and of a read.
+/// Length in bytes of a page, of a delta and of a read.
 const PAGE_LEN: u64 = 256;
 /// Number of threads that commit.
 const WRITERS: usize = 2;

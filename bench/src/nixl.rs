@@ -34,10 +34,10 @@ Examples:
 pub struct NixlBench {
     #[command(flatten)]
     common: Common,
-    /// Bytes of all pages together
+    /// Total size of all pages in bytes
     #[arg(long, default_value = "128MiB")]
     bytes: Size,
-    /// Bytes per page
+    /// Length of each page in bytes
     #[arg(long, value_name = "BYTES", default_value = "2MiB")]
     page_len: Size,
 }

@@ -33,7 +33,7 @@ pub struct Opener {
 #[derive(Serialize, Deserialize)]
 pub struct OpenCost {
     pub seconds: f64,
-    /// Bytes of host memory in use afterwards.
+    /// Host memory in use afterwards, in bytes.
     pub resident: u64,
     pub most: Option<PeakMemory>,
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 /// maps memory meanwhile.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// Returns the bytes of host memory that the process uses.
+/// Returns the host memory that the process uses, in bytes.
 pub fn resident_bytes() -> io::Result<u64> {
     status_bytes("VmRSS:")
 }
@@ -33,7 +33,7 @@ fn status_bytes(what: &str) -> io::Result<u64> {
     kib.map(|kib| kib << 10).ok_or_else(|| io::Error::other(format!("/proc/self/status has no {what}")))
 }
 
-/// Bytes of host memory in use, by content.
+/// The host memory in use by content, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Split {
     /// Mapped files of one folder.

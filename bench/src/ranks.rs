@@ -47,10 +47,10 @@ pub struct RanksBench {
     /// Number of ranks, each with its own GPU
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..=64))]
     ranks: u32,
-    /// Bytes of all pages of a replica together
+    /// Total size of the pages of a replica, in bytes
     #[arg(long, default_value = "256MiB")]
     bytes: Size,
-    /// Bytes per page
+    /// Length of each page in bytes
     #[arg(long, value_name = "BYTES", default_value = "2MiB")]
     page_len: Size,
     /// Drop the files from the page cache before each open

@@ -27,13 +27,13 @@ Examples:
 pub struct ReplayBench {
     #[command(flatten)]
     common: Common,
-    /// Bytes of all deltas together
+    /// Total size of all deltas in bytes
     #[arg(long, default_value = "64MiB")]
     bytes: Size,
-    /// Bytes per delta and deltas per batch, separated by commas
+    /// Lengths of deltas in bytes and numbers of deltas per batch, separated by commas
     #[arg(long, value_name = "BYTESxN", value_delimiter = ',', default_value = "256x1,256x64,64KiBx32")]
     deltas: Vec<Deltas>,
-    /// Bytes of all pages together
+    /// Total size of all pages in bytes
     #[arg(long, default_value = "64MiB")]
     pages: Size,
 }
@@ -55,7 +55,7 @@ impl std::str::FromStr for Deltas {
     }
 }
 
-/// Bytes per page.
+/// Length of each page in bytes.
 const PAGE_LEN: u64 = 64 << 10;
 
 impl Measure for ReplayBench {

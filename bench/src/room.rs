@@ -24,7 +24,7 @@ use tempfile::TempDir;
 
 use crate::Common;
 
-/// Bytes that must stay free beyond the benchmark's own, because a nearly full disk is slower.
+/// Number of bytes that must stay free in addition to those of the benchmark, because a nearly full disk is slower.
 const SPARE_BYTES: u64 = 256 << 20;
 
 /// The reason why a benchmark stopped early.

@@ -10,24 +10,24 @@ use crate::Common;
 use crate::figures::{Findings, Group};
 use crate::room::{BenchStop, Room, size};
 
-/// Bytes of a hot page's delta; no page is shorter.
+/// Length in bytes of a hot page's delta; no page is shorter.
 pub const DELTA_LEN: usize = 256;
-/// Bytes of pages that are created in one batch.
+/// Total size in bytes of the pages that one batch creates.
 const BATCH_BYTES: u64 = 64 << 20;
 
 /// The given sizes.
 #[derive(clap::Args)]
 pub struct Sizes {
-    /// Bytes of all pages together
+    /// Total size of all pages in bytes
     #[arg(long, default_value = "256MiB")]
     bytes: Size,
-    /// Bytes per page, separated by commas
+    /// Page lengths in bytes, separated by commas
     #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "2MiB,16KiB")]
     page_len: Vec<Size>,
 }
 
 impl Sizes {
-    /// Returns the bytes of all pages of one store.
+    /// Returns the total size in bytes of the pages of one store.
     pub fn bytes(&self) -> u64 {
         self.bytes.0
     }

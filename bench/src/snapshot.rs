@@ -64,7 +64,7 @@ impl From<ImageWriter> for ImageIo {
     }
 }
 
-/// Bytes that are written to a page to make it differ from its image.
+/// Number of bytes that are written to a page to make it differ from its image.
 const TOUCH_LEN: usize = 64;
 /// Number of full snapshots after which a snapshot reuses freed files. The files of the two kept snapshots
 /// are not free.

@@ -38,10 +38,10 @@ pub struct SteadyBench {
     /// Number of threads that commit concurrently
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: u16,
-    /// Bytes per block, separated by commas
+    /// Block lengths in bytes, separated by commas
     #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "2MiB,64KiB")]
     len: Vec<Size>,
-    /// Bytes of all blocks together
+    /// Total size of all blocks in bytes
     #[arg(long, value_name = "BYTES", default_value = "256MiB")]
     bytes: Size,
     /// Duration of each round, in seconds

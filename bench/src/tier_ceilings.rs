@@ -12,7 +12,7 @@ use crate::transfer::{self, Cache};
 
 /// The maximum number of bytes for a round's ceilings.
 const CEILING_BYTES: u64 = 64 << 20;
-/// Bytes per copy.
+/// Length of a copy in bytes.
 const COPY_LEN: usize = 8 << 20;
 /// The names of the ceilings.
 const WRITE: &str = "raw, 4 threads write past the cache, synced";

@@ -60,10 +60,10 @@ pub struct TiersBench {
     /// Number of requests of the trace to use
     #[arg(long, value_name = "N", default_value_t = 300, value_parser = RangedU64ValueParser::<usize>::new().range(2..))]
     requests: usize,
-    /// Bytes per block
+    /// Length of each block in bytes
     #[arg(long, value_name = "BYTES", default_value = "64KiB")]
     len: Size,
-    /// Sizes of the fast place in percent of the distinct blocks, separated by commas
+    /// Sizes of the fast place, as percentages of the distinct blocks, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,3,10,30,100")]
     budgets: Vec<u64>,
     /// Eviction policies of the fast place, separated by commas
@@ -75,10 +75,10 @@ pub struct TiersBench {
     /// Also measure with as many requests prefetched as the store's read-ahead decides
     #[arg(long)]
     read_ahead: bool,
-    /// Milliseconds to stay idle after the blocks of a request are in place
+    /// Idle time after the blocks of a request are in place, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=10_000))]
     service_ms: u64,
-    /// Total bytes of pages to move while nothing else runs; 0 skips these moves
+    /// Total size in bytes of the pages to move while nothing else runs; 0 skips these moves
     #[arg(long, value_name = "BYTES", default_value = "64MiB")]
     move_bytes: Size,
     #[arg(skip)]
@@ -252,7 +252,7 @@ impl TiersBench {
         if self.move_bytes.0 == 0 { Vec::new() } else { Moves::all(self.move_bytes.0) }
     }
 
-    /// Returns the bytes of all distinct blocks.
+    /// Returns the total size in bytes of the distinct blocks.
     fn working_set(&self) -> u64 {
         self.requested().blocks.len() as u64 * self.len.0
     }

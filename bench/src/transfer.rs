@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 /// Number of threads that write or read.
 pub const THREADS: usize = 4;
-/// Bytes per piece.
+/// Length of a piece in bytes.
 const PIECE_LEN: usize = 4 << 20;
 
 /// Whether reads bypass the page cache.

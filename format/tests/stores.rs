@@ -361,7 +361,7 @@ fn huge_length_is_an_error_not_an_abort() {
 }
 
 #[test]
-fn page_once_longer_needs_memory_for_final_length_only() {
+fn shrunk_page_needs_memory_only_for_final_length() {
     let len = 1 << 40;
     let mut maker = four();
     let resize = |len| Op::Resize { page: PAGE, len };

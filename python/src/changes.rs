@@ -283,8 +283,8 @@ impl PyAppliedPage {
 }
 
 /// A gap in a change stream. The batches from `lsn` up to the next reported one are not reported, so read the
-/// pages again. The cause is that the consumer fell behind, that there was no memory for events, or that a
-/// restore replaced all pages.
+/// pages again. A gap occurs if the consumer falls behind, if there is no memory for events, or if a restore
+/// replaces all pages.
 #[pyclass(frozen, get_all, eq, module = "remanent")]
 #[derive(PartialEq)]
 pub struct Lagged {

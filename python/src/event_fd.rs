@@ -1,5 +1,5 @@
-//! Engine futures for an event loop. A store thread wakes a task without the interpreter lock: it records the
-//! task's number and writes to an eventfd, which the event loop watches like any other file descriptor.
+//! Engine futures for an event loop. A store thread wakes a task without acquiring the interpreter lock: it records
+//! the task's number and writes to an eventfd, which the event loop watches like any other file descriptor.
 
 use std::future::Future;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -79,7 +79,7 @@ impl SharedWaker {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).count
     }
 
-    /// Waits until there were more than `count` wake-ups, up to `timeout`.
+    /// Waits until the number of wake-ups exceeds `count`, or until `timeout` has elapsed.
     pub fn wait(&self, count: u64, timeout: Duration) {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         drop(self.woken.wait_timeout_while(state, timeout, |state| state.count == count));

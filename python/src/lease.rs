@@ -154,8 +154,8 @@ impl PyLease {
         pyo3::types::PyTuple::new(py, &self.shape)
     }
 
-    /// The address of the bytes for kernels, or None if pages are only in host memory. Call `on` with a
-    /// stream first.
+    /// The address at which kernels access the bytes, or None if pages are only in host memory. Call `on`
+    /// with a stream first.
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.inspect(py, |lease| Ok(lease.address()))

@@ -101,7 +101,7 @@ impl PyPageMemory {
         self.bytes().place().to_string()
     }
 
-    /// The address of the first byte for kernels, or None if pages are in host memory.
+    /// The address at which kernels access the first byte, or None if they cannot access the memory.
     #[getter]
     fn address(&self) -> Option<u64> {
         self.bytes().address()

@@ -103,8 +103,8 @@ impl PyPin {
         self.len
     }
 
-    /// The address of the bytes for kernels, constant while the pin exists. None if pages are only in host
-    /// memory, or if the page is empty.
+    /// The address at which kernels access the bytes, constant while the pin exists. None if pages are only
+    /// in host memory, or if the page is empty.
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.inspect(py, |pin| Ok(pin.address()))

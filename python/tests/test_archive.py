@@ -147,7 +147,7 @@ def test_run_continues_on_another_machine(tmp_path: Path) -> None:
         assert third.restore() == 6 and (state["w"] == 6).all()
 
 
-def test_save_that_was_killed_leaves_the_last_version(tmp_path: Path) -> None:
+def test_killed_save_keeps_the_last_version(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     url = _url(tmp_path / "bucket")
     code = f"""

@@ -161,7 +161,7 @@ class Refuses(Loader):
         raise KeyError("position")
 
 
-def test_failing_part_leaves_all_unchanged(directory: str) -> None:
+def test_failing_part_leaves_all_parts_unchanged(directory: str) -> None:
     held = Run()
     held.train()
     with Checkpointer(directory, held.model, held.optimizer, held.scheduler, extra=held.extra) as run:
@@ -226,7 +226,7 @@ def test_random_states_of_absent_devices_are_skipped(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["python", "torch", "numpy"])
-def test_rejected_random_state_changes_none(name: str) -> None:
+def test_rejected_random_state_changes_no_generator(name: str) -> None:
     saved = {**rng_state(), name: torch.zeros(3, dtype=torch.uint8)}
     before = rng_state()
     with pytest.raises(remanent.InvalidError, match=f"rng/{name}: the generator does not accept"):

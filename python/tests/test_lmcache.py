@@ -291,7 +291,7 @@ def hold(adapter: RemanentL2Adapter) -> threading.Event:
     return may_go_on
 
 
-def test_store_task_keeps_objects_until_end(adapter: RemanentL2Adapter) -> None:
+def test_store_task_keeps_objects_until_it_ends(adapter: RemanentL2Adapter) -> None:
     freed: list[bytes] = []
     may_go_on = hold(adapter)
     objects = [Lent(number, freed) for number in range(3)]
@@ -307,7 +307,7 @@ def test_store_task_keeps_objects_until_end(adapter: RemanentL2Adapter) -> None:
     assert [out.bytes for out in outs] == [Memory(number).bytes for number in range(3)]
 
 
-def test_load_task_keeps_objects_until_end(adapter: RemanentL2Adapter) -> None:
+def test_load_task_keeps_objects_until_it_ends(adapter: RemanentL2Adapter) -> None:
     store(adapter, [key(1), key(2)], [Memory(1), Memory(2)])
     freed: list[bytes] = []
     may_go_on = hold(adapter)
@@ -322,7 +322,7 @@ def test_load_task_keeps_objects_until_end(adapter: RemanentL2Adapter) -> None:
 
 
 @pytest.mark.parametrize("end", ["failed", "closed"])
-def test_task_frees_objects_at_any_end(directory: str, end: str) -> None:
+def test_task_frees_objects_however_it_ends(directory: str, end: str) -> None:
     adapter = make(directory)
     store(adapter, [key(0)], [Memory(0)])
     freed: list[bytes] = []

@@ -99,7 +99,7 @@ def test_failed_removal_is_logged_and_fails_no_save(directory: str, caplog: pyte
         assert [version.step for version in run.versions()] == [3]
 
 
-def test_give_up_keeps_newest_version_unnamed(directory: str) -> None:
+def test_giving_up_name_keeps_newest_version(directory: str) -> None:
     for digests in (False, True):
         where = f"{directory}/{digests}"
         model = torch.nn.Linear(64, 64)

@@ -87,7 +87,7 @@ def test_blocks_pass_through_room_unchanged(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 5000, 30_000, 1 << 20])
-def test_background_save_with_room_for_part_of_state(
+def test_background_save_succeeds_with_room_for_part_of_state(
     directory: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A batch may end while a block is not assigned to it yet. Freeing the batch must not free that block's memory.

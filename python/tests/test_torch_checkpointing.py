@@ -209,7 +209,7 @@ def test_damage_in_mark_or_page_is_detected(root: Path, storage: RemanentStorage
 
 
 @pytest.mark.parametrize("step", ["link", "replace", "sync"])
-def test_interrupted_write_leaves_nothing(
+def test_interrupted_write_leaves_no_files_or_pages(
         step: str, root: Path, storage: RemanentStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     storage.write(root / "a" / "f", b"before")
 

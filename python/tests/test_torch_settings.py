@@ -79,7 +79,7 @@ def values(model: Any, optimizer: Any, state: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:Anomaly")
 @pytest.mark.parametrize("name", SETTINGS)
-def test_run_is_saved_and_restored_under_setting(directory: str, name: str) -> None:
+def test_run_is_saved_and_restored_under_each_setting(directory: str, name: str) -> None:
     model, optimizer, state = run_of(1)
     step(optimizer, 1)
     rng = torch.get_rng_state()
@@ -114,7 +114,7 @@ def test_run_is_saved_and_restored_under_setting(directory: str, name: str) -> N
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_tensors_are_saved_and_loaded_under_setting(directory: str, name: str) -> None:
+def test_tensors_are_saved_and_loaded_under_each_setting(directory: str, name: str) -> None:
     base = torch.arange(12.0)
     tensors = {"base": base, "view": base[3:9], "gaps": base.view(3, 4)[:, 1:3], "empty": torch.empty(0, 2),
                "one": torch.tensor(1.5, dtype=torch.bfloat16), "conj": torch.ones(2, dtype=torch.complex64).conj()}

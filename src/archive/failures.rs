@@ -33,8 +33,8 @@ pub(super) fn error_of_open(failure: &OpenError) -> Error {
     ArchiveError { url: String::new(), kind: ArchiveErrorKind::Settings, reason }.into()
 }
 
-/// Returns true if a later attempt may succeed, because the bucket was unreachable or a file could not be read. The
-/// line is then unchanged, or the next append completes the object whose outcome is unknown.
+/// Returns true if the failure is transient, such as an unreachable bucket or an unreadable file. A later attempt may
+/// then succeed: either the line is unchanged, or the next append completes the object of unknown outcome.
 pub(super) fn is_passing(failure: &Failure) -> bool {
     matches!(
         failure,

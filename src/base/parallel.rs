@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn single_thread_runs_in_order_single_item_needs_no_thread() {
+    fn single_thread_runs_in_order_and_single_item_needs_none() {
         let seen = Mutex::new(Vec::new());
         let caller = std::thread::current().id();
         let note = |(): &mut (), index| {

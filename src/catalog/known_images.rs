@@ -27,7 +27,7 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::read::{ImageRequest, damaged};
 
-/// The number of images that are recorded under one lock after they were read back.
+/// The number of read-back images that are recorded each time the lock is taken.
 const NOTED_AT_ONCE: usize = 1024;
 
 /// The images on disk that the next snapshot may name instead of writing the pages again, and the damaged images.

@@ -11,7 +11,7 @@ use remanent_format::{Epoch, Lsn, PageId, SnapshotId};
 use crate::base::allocation::collected;
 use crate::error::Result;
 
-/// The maximum number of links of a snapshot, including its base and its own link.
+/// The maximum length of a snapshot's chain of links, including the base and the snapshot's own link.
 pub(super) const LINKS_MAX: usize = 8;
 /// The divisor of the number of pages that limits the pages in the links after the base. If the links would contain
 /// more pages, the next snapshot is a base.

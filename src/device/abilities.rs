@@ -25,7 +25,7 @@ pub struct Abilities<'d> {
     pub files: Option<&'d dyn DeviceFiles>,
     /// Makes lanes and callers' streams wait for each other. Without this ability, callers have no streams.
     pub streams: Option<&'d dyn DeviceStreams>,
-    /// Returns addresses for kernels. Without this ability, kernels cannot reach page memory.
+    /// Returns addresses at which kernels access page memory. Without this ability, kernels cannot access it.
     pub addresses: Option<&'d dyn KernelAddresses>,
     /// Returns the contents of page memory as host bytes. Without this ability, bytes of pages are copied through
     /// lanes.
@@ -157,8 +157,8 @@ pub trait DeviceStreams {
 
 /// Returns addresses at which kernels access page memory.
 pub trait KernelAddresses {
-    /// Returns the address of page memory for kernels. The address stays the same until the memory is released. Returns
-    /// `None` for memory of length 0 and for host-only memory, which kernels cannot reach.
+    /// Returns the address at which kernels access page memory. The address stays the same until the memory is
+    /// released. Returns `None` for memory of length 0 and for host-only memory, which kernels cannot access.
     fn address(&self, memory: MemoryId) -> Option<u64>;
 
     /// Returns the CUDA ordinal of the GPU that owns page memory or has registered it. Returns `None` for host-only

@@ -134,8 +134,8 @@ impl DeviceBytes {
         self.memory.place
     }
 
-    /// Returns the address of the first byte for kernels. Returns `None` in a forked child, or if kernels cannot reach
-    /// the memory.
+    /// Returns the address at which kernels access the first byte. Returns `None` in a forked child, or if kernels
+    /// cannot access the memory.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
         self.memory.check().ok()?;

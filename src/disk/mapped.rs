@@ -276,8 +276,8 @@ pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     Ok(runs.filter(|(is_cached, _)| *is_cached == 0).map(|(_, pages)| bytes(pages)).collect())
 }
 
-/// Returns the number of minor page faults of the calling thread so far, the tenth field of its `stat` file. The second
-/// field is a name.
+/// Returns the number of minor page faults of the calling thread so far, which is the tenth field of its `stat` file.
+/// The second field is a name that may contain spaces, so the fields are counted from its closing parenthesis.
 #[cfg(test)]
 pub(super) fn faults() -> u64 {
     let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();

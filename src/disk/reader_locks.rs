@@ -99,8 +99,8 @@ impl DiskLock for ByteLock {}
 
 impl Drop for ByteLock {
     fn drop(&mut self) {
-        // A child created by a bare `clone` may have a copy of the descriptor, which would keep the lock. In a forked
-        // child the lock belongs to the parent, and is kept.
+        // The lock is released explicitly, because a child created by a bare `clone` may have a copy of the descriptor
+        // that would keep the lock. A forked child does not release the lock, which belongs to its parent.
         if self.file.is_own()
             && let Err(error) = record_locks::unlock(self.file.file(), byte(self.id))
         {

@@ -134,7 +134,7 @@ pub enum Mismatch {
         found: Vec<u8>,
     },
     /// The given layout fingerprint differs from that of the store. The caller would misinterpret the store's pages.
-    #[error("the store's layout fingerprint is {}, and the caller's is {}", Fingerprint(.found.as_ref()), Fingerprint(Some(.expected)))]
+    #[error("the store's layout fingerprint is {}, but the caller's is {}", Fingerprint(.found.as_ref()), Fingerprint(Some(.expected)))]
     Layout {
         /// The given layout fingerprint.
         expected: [u8; 32],
@@ -228,7 +228,7 @@ pub enum Refused {
         reason: &'static str,
     },
     /// Caller-owned memory, or a range of it, does not meet the requirements of the call.
-    #[error("{len} bytes of a caller's memory cannot be used: {reason}")]
+    #[error("caller-owned memory of {len} bytes cannot be used: {reason}")]
     Memory {
         /// The length of the memory in bytes.
         len: u64,
@@ -237,7 +237,7 @@ pub enum Refused {
     },
     /// A page is stored in the caller-owned memory, or has left it while the device may still access the memory. Only
     /// the store may write to a page's memory.
-    #[error("{len} bytes of a caller's memory cannot be used: page {page} is in it")]
+    #[error("caller-owned memory of {len} bytes cannot be used: it is in use by page {page}")]
     MemoryInUse {
         /// The length of the memory in bytes.
         len: u64,

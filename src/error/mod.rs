@@ -58,7 +58,7 @@ pub(crate) const INCARNATION: &str = "incarnation";
 pub enum Error {
     /// A call to the operating system or a caller-supplied source of bytes failed.
     ///
-    /// The cause is the environment. The store is unchanged if the remedy is to retry or to permit access. Otherwise it
+    /// Caused by the environment. The store is unchanged if the remedy is to retry or to permit access. Otherwise it
     /// must be opened again.
     Io {
         /// The attempted action.
@@ -76,7 +76,7 @@ pub enum Error {
     /// The next [snapshot](crate::Store::snapshot) frees the space of deleted pages, unless a kept snapshot needs it.
     /// [`Store::prune`](crate::Store::prune) removes older snapshots.
     ///
-    /// The cause is the environment. The store is unchanged.
+    /// Caused by the environment. The store is unchanged.
     DiskFull {
         /// The file that could not be created.
         file: FileName,
@@ -87,11 +87,11 @@ pub enum Error {
     },
     /// Data on disk is damaged. A torn tail, which a crash leaves, is not reported as damage.
     ///
-    /// The cause is damaged data. The store is unchanged.
+    /// Caused by damaged data. The store is unchanged.
     Damaged(Box<StoreDamage>),
     /// Another process, or another handle in this process, has the store open.
     ///
-    /// The cause is the environment. The store is unchanged.
+    /// Caused by the environment. The store is unchanged.
     Locked {
         /// The holder, as it identified itself.
         holder: String,
@@ -102,7 +102,7 @@ pub enum Error {
     /// `LOCK`. This writer acknowledges no more batches and changes no more files. The store now belongs to the other
     /// writer, whose state includes all batches that this writer acknowledged as durable.
     ///
-    /// The cause is the environment. The store is poisoned.
+    /// Caused by the environment. The store is poisoned.
     Superseded {
         /// The other writer, as it identified itself.
         holder: String,
@@ -111,7 +111,7 @@ pub enum Error {
     },
     /// A thread of the store panicked and left its work incomplete.
     ///
-    /// The cause is a bug. The store is poisoned.
+    /// Caused by a bug. The store is poisoned.
     Panicked {
         /// The name of the thread.
         thread: &'static str,
@@ -120,7 +120,7 @@ pub enum Error {
     },
     /// The handle was inherited by a forked child. Only the process that opened a store can use it.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     Forked {
         /// The id of the process that opened the store.
         opener: u32,
@@ -128,7 +128,7 @@ pub enum Error {
     /// The directory contains no store, and none was created: either `Create::Never` was set, or the directory is not
     /// empty.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     NoStore {
         /// The path of the store's directory.
         path: String,
@@ -137,15 +137,15 @@ pub enum Error {
     },
     /// The given identity or layout fingerprint differs from the one with which the store was created.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     Mismatch(Mismatch),
     /// An argument, or the call itself, is invalid.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     Invalid(Invalid),
     /// A length or count exceeds a limit of the format.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     Limit {
         /// The name of the length or count that exceeds the limit.
         what: &'static str,
@@ -156,21 +156,21 @@ pub enum Error {
     },
     /// No page has this id.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     UnknownPage {
         /// The requested id.
         page: PageId,
     },
     /// No page has this key.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     UnknownKey {
         /// The requested key.
         key: Key,
     },
     /// The requested range exceeds the page.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     OutOfBounds {
         /// The id of the page.
         page: PageId,
@@ -183,11 +183,11 @@ pub enum Error {
     },
     /// Another page has the key, or another kept snapshot has the name.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     Taken(Taken),
     /// A precondition failed because another batch changed the page first.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     Conflict {
         /// The id of the page.
         page: PageId,
@@ -201,22 +201,22 @@ pub enum Error {
     /// - A leased page cannot be replaced by a restore or pinned.
     /// - A pinned page cannot be moved.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     Leased {
         /// The id of the page.
         page: PageId,
     },
     /// Caller-owned memory or a caller's stream does not meet the requirements of the call.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     Refused(Refused),
     /// A place cannot hold pages in this store, or a device cannot be used on this machine.
     ///
-    /// The cause is the environment. The store is unchanged.
+    /// Caused by the environment. The store is unchanged.
     Unavailable(Unavailable),
     /// The request exceeds the unused part of the place's budget.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     OverBudget {
         /// The requested place.
         place: Place,
@@ -229,7 +229,7 @@ pub enum Error {
     },
     /// The device or the host has too little memory.
     ///
-    /// The cause is the environment. The store is unchanged.
+    /// Caused by the environment. The store is unchanged.
     OutOfMemory {
         /// The requested place.
         place: Place,
@@ -238,11 +238,11 @@ pub enum Error {
     },
     /// The requested state is no longer kept, or does not exist yet.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     NoSuchState(NoSuchState),
     /// The log no longer contains the requested batches, because their space was reused before they were read.
     ///
-    /// The cause is the caller, who reads too slowly. The store is unchanged.
+    /// Caused by the caller, who reads too slowly. The store is unchanged.
     Overtaken {
         /// The first batch that is no longer in the log.
         lsn: Lsn,
@@ -252,7 +252,7 @@ pub enum Error {
     /// The position of a follower is not in the store's history. Either its batch was lost in a crash, or the position
     /// belongs to another store.
     ///
-    /// The cause is the environment. The store is unchanged.
+    /// Caused by the environment. The store is unchanged.
     Diverged {
         /// The follower's position.
         position: Position,
@@ -261,7 +261,7 @@ pub enum Error {
     },
     /// A call to the device failed.
     ///
-    /// The cause is the environment. The store is poisoned.
+    /// Caused by the environment. The store is poisoned.
     Device {
         /// A description of the failure.
         reason: String,
@@ -270,24 +270,24 @@ pub enum Error {
     },
     /// NCCL cannot be used, or a communicator failed. The ranks of a communicator that failed need a new one.
     ///
-    /// The cause is the environment. The store is unchanged.
+    /// Caused by the environment. The store is unchanged.
     Nccl(Box<NcclError>),
     /// NIXL cannot be used, or a transfer with a peer failed.
     ///
-    /// The cause is the environment. The store is unchanged.
+    /// Caused by the environment. The store is unchanged.
     Nixl(Box<NixlError>),
     /// The archive of the store cannot be used, or a request to it failed.
     ///
-    /// The cause is the environment. The store is unchanged. [`ArchiveErrorKind::Superseded`] also poisons an open
+    /// Caused by the environment. The store is unchanged. [`ArchiveErrorKind::Superseded`] also poisons an open
     /// store, because another directory continues its archive.
     Archive(Box<ArchiveError>),
     /// The store was stopped by the contained error. Commits and snapshots fail until it is opened again.
     ///
-    /// The cause is the contained error. The store is poisoned.
+    /// Caused by the contained error. The store is poisoned.
     Poisoned(Arc<Error>),
     /// Another thread is closing the store.
     ///
-    /// The cause is the caller. The store is unchanged.
+    /// Caused by the caller. The store is unchanged.
     Closed,
 }
 

@@ -10,7 +10,7 @@ use super::display::Attempts;
 #[non_exhaustive]
 pub enum NcclError {
     /// The library was not found, or could not be loaded from any of the paths.
-    #[error("the library NCCL was not loaded: {}", Attempts(tried))]
+    #[error("could not load the NCCL library: {}", Attempts(tried))]
     NotFound {
         /// The names and paths that were tried, in order, each with the system's error.
         tried: Vec<(String, String)>,
@@ -24,7 +24,7 @@ pub enum NcclError {
         symbol: &'static str,
     },
     /// The library is older than the oldest supported version.
-    #[error("{library} is NCCL {found}, and {needed} is needed")]
+    #[error("{library} is NCCL {found}, but {needed} is required")]
     TooOld {
         /// The path or name of the library.
         library: String,

@@ -11,7 +11,7 @@ use super::display::Attempts;
 #[non_exhaustive]
 pub enum NixlError {
     /// The library was not found, or could not be loaded from any of the paths.
-    #[error("the library NIXL was not loaded: {}", Attempts(tried))]
+    #[error("could not load the NIXL library: {}", Attempts(tried))]
     NotFound {
         /// The names, paths and folders that were tried, in order, each with the reason for the failure.
         tried: Vec<(String, String)>,
@@ -25,7 +25,7 @@ pub enum NixlError {
         symbol: &'static str,
     },
     /// The library is of a version whose calls differ.
-    #[error("{library} is NIXL {found}, and {supported} is needed")]
+    #[error("{library} is NIXL {found}, but {supported} is required")]
     OtherVersion {
         /// The path or name of the library.
         library: String,
@@ -78,14 +78,14 @@ pub enum NixlError {
         /// The condition that is not met.
         reason: &'static str,
     },
-    /// Bytes that should describe an agent or a region do not.
-    #[error("the bytes of a peer are invalid: {reason}")]
+    /// The received bytes are not a valid description of an agent or a region.
+    #[error("the bytes received from a peer are invalid: {reason}")]
     InvalidMetadata {
         /// The defect.
         reason: &'static str,
     },
     /// The peer uses another version of NIXL or of this crate's messages.
-    #[error("peer {peer} uses {found}, and this agent {own}")]
+    #[error("peer {peer} uses {found}, but this agent uses {own}")]
     OtherPeerVersion {
         /// The name of the peer.
         peer: String,

@@ -209,7 +209,7 @@ fn system_errors() -> Vec<Row> {
             NOWHERE,
             Remedy::Permit,
             ENVIRONMENT,
-            "the library NCCL was not loaded: libnccl.so.2 (no file); install NCCL",
+            "could not load the NCCL library: libnccl.so.2 (no file); install NCCL",
         ),
         (
             NcclError::TimedOut {
@@ -237,7 +237,7 @@ fn system_errors() -> Vec<Row> {
             NOWHERE,
             Remedy::Permit,
             ENVIRONMENT,
-            "the library NIXL was not loaded: libnixl_capi.so (no file); install NIXL",
+            "could not load the NIXL library: libnixl_capi.so (no file); install NIXL",
         ),
         (
             NixlError::TimedOut {
@@ -325,7 +325,7 @@ fn call_errors() -> Vec<(Error, Option<Lsn>, Remedy, &'static str)> {
         ),
         retry(Error::Conflict { page: PAGE, expected: Epoch(1), found: Epoch(2) }, "at epoch 2"),
         retry(Error::Leased { page: PAGE }, "page 7 is leased or pinned"),
-        retry(Error::Refused(Refused::MemoryInUse { len: 9, page: PAGE }), "page 7 is in it"),
+        retry(Error::Refused(Refused::MemoryInUse { len: 9, page: PAGE }), "it is in use by page 7"),
         with(refused(Refused::Memory { len: 9, reason: text("no") }), "9 bytes"),
         with(refused(Refused::Hint { place: PLACE, reason: "no" }), "hints"),
         with(refused(Refused::Stream { stream: 1, reason: "no" }), "0x1"),
@@ -413,7 +413,7 @@ fn every_error_names_location_cause_state_and_remedy() {
         // The documentation states the cause and the store afterwards.
         let (variant, kind) = names(error);
         let doc = &variants[&*variant];
-        assert!(doc.contains(&format!("The cause is {cause}")), "{variant}: {doc}");
+        assert!(doc.contains(&format!("Caused by {cause}")), "{variant}: {doc}");
         let is_poisoned = matches!(remedy, Remedy::Reopen | Remedy::NewProcess);
         let state = match error {
             Error::Io { .. } => "The store is unchanged if the remedy is to retry or to permit access",

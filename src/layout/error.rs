@@ -26,7 +26,7 @@ pub enum LayoutError {
         what: &'static str,
     },
     /// An index is not less than the length of its dimension.
-    #[error("{dimension} {index} of {count}")]
+    #[error("{dimension} {index} is out of range: the layout has {count}")]
     OutOfRange {
         /// The name of the dimension.
         dimension: &'static str,
@@ -70,7 +70,7 @@ pub enum LayoutError {
         expected: u64,
     },
     /// The 32 bytes do not encode a layout, or were encoded with another version of the encoding.
-    #[error("the fingerprint is not one of a block layout: {reason}")]
+    #[error("the bytes are not the fingerprint of a block layout: {reason}")]
     Fingerprint {
         /// The reason why the bytes are invalid.
         reason: &'static str,

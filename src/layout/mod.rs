@@ -137,7 +137,7 @@ impl BlockLayout {
         let run_stride =
             run_len.checked_next_multiple_of(align.into()).ok_or(LayoutError::TooLong { what: "a run" })?;
         let layout = Self { shape, blocks, arrangement, align, run_len, run_stride };
-        product("all of it", [run_stride, outer.into(), layers.into(), blocks])?;
+        product("the layout", [run_stride, outer.into(), layers.into(), blocks])?;
         Ok(layout)
     }
 

@@ -152,8 +152,8 @@ fn invalid_layouts_are_refused_by_name() {
     }
     let huge = BlockShape { tokens: u32::MAX, inner: u32::MAX, width: 255, ..shape };
     assert_eq!(made(huge, 1, 1), Err(LayoutError::TooLong { what: "a run" }));
-    assert_eq!(made(shape, u64::MAX, 1), Err(LayoutError::TooLong { what: "all of it" }));
-    assert_eq!(made(shape, 1 << 50, 1 << 21), Err(LayoutError::TooLong { what: "all of it" }));
+    assert_eq!(made(shape, u64::MAX, 1), Err(LayoutError::TooLong { what: "the layout" }));
+    assert_eq!(made(shape, 1 << 50, 1 << 21), Err(LayoutError::TooLong { what: "the layout" }));
 
     let layout = made(shape, 4, 512).unwrap();
     let out = |dimension, index, count| Err(LayoutError::OutOfRange { dimension, index, count });

@@ -81,7 +81,10 @@ mod tests {
         }
         for other in [Version(1, 4, 1), Version(1, 6, 0), Version(2, 5, 1)] {
             let error = of(Some(other)).check_version(own).unwrap_err();
-            assert_eq!(error.to_string(), format!("peer a-1 uses NIXL {other}, and this agent NIXL 1.5.1"));
+            assert_eq!(
+                error.to_string(),
+                format!("peer a-1 uses NIXL {other}, but this agent uses NIXL 1.5.1")
+            );
         }
         let newer = Writer::new(MAGIC, 2).finish();
         assert!(matches!(Metadata::from_bytes(&newer), Err(NixlError::OtherPeerVersion { .. })));

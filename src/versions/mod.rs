@@ -296,7 +296,7 @@ impl Versions {
             }
         });
         let mut writer = self.written.writer.lock();
-        // This unlinks versions superseded by earlier batches, which are visible by now.
+        // Unlink versions that earlier batches superseded. Those batches are visible by now.
         self.unlink(&mut writer, pages.size_hint().0);
         let (mut created, mut deleted) = (0, 0);
         let mut walk = self.pages.walk();

@@ -370,7 +370,7 @@ fn dry_run_lists_removals_without_work_in_progress() {
 /// A named snapshot and a later snapshot of the same batch, taken after a restart. The log after that batch
 /// is kept, so recovery can start from either of them.
 #[test]
-fn equal_snapshots_before_and_after_restart_both_valid() {
+fn equal_snapshots_before_and_after_restart_are_both_valid() {
     let disk = SimDisk::new();
     let open = || open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     let store = open();

@@ -215,7 +215,7 @@ fn page_created_and_moved_in_one_batch_needs_no_lent_memory() {
 }
 
 #[test]
-fn leased_page_moves_on_change_pinned_page_stays() {
+fn leased_page_moves_on_change_and_pinned_page_stays() {
     for device in devices() {
         let bench = Bench::new(device);
         let lease = bench.store.lease(bench.page).unwrap();

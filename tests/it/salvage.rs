@@ -16,7 +16,7 @@ use remanent_format::log::frames_of_segment;
 use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::store::StoreFile;
 
-use crate::damage::{Victim, mix, mutilate, on_disk};
+use crate::damage::{Victim, damage_files, mix, on_disk};
 use crate::files::{Files, State, open_with, small};
 use crate::size::sized;
 use crate::with_options::With;
@@ -158,7 +158,7 @@ fn pages_on_disk_are_salvaged() {
     let exact = victim.states[&victim.last].pages.len();
     assert_eq!(outcome, Outcome { lsn: Some(victim.last), exact, ..Outcome::default() });
     let count = RefCell::new(Count::default());
-    mutilate(&victim.files, &Files::default(), |what, damaged| {
+    damage_files(&victim.files, &Files::default(), |what, damaged| {
         let outcome = salvage(what, damaged, &victim);
         if !what.starts_with("log/") {
             let pages = on_disk::pages_in(&victim, &on_disk::changed(&victim, damaged));
@@ -215,10 +215,10 @@ impl Count {
 }
 
 #[test]
-fn mutilated_file_yields_no_wrong_bytes() {
+fn damaged_file_yields_no_wrong_bytes() {
     for victim in victims() {
         let count = RefCell::new(Count::default());
-        mutilate(&victim.files, &Files::default(), |what, damaged| {
+        damage_files(&victim.files, &Files::default(), |what, damaged| {
             let outcome = salvage(what, damaged, &victim);
             let is_swapped = what.contains("swapped");
             if !what.starts_with("log/") && !is_swapped {

@@ -255,7 +255,7 @@ fn create(batch: &mut WriteBatch, len: u64, source: impl ByteSource + 'static) {
 }
 
 #[test]
-fn failed_source_is_named_and_leaves_nothing() {
+fn failed_source_is_named_and_changes_nothing() {
     let broken = || io::Error::other("the tape broke");
     let failed_at = |at: u64, says: &'static str, remedy| {
         move |error: &Error| {
@@ -462,7 +462,7 @@ fn sources_are_read_once_across_batch_retries() {
 }
 
 #[test]
-fn unwritable_source_image_poisons_unreadable_source_does_not() {
+fn unwritable_source_image_poisons_but_unreadable_does_not() {
     let cases = [Operation::Create, Operation::Write, Operation::Sync, Operation::SyncFolder];
     for operation in cases {
         let disk = SimDisk::new();

@@ -28,7 +28,7 @@ fn archive_operations_work_in_a_folder() {
 }
 
 #[test]
-fn operations_in_a_folder() {
+fn folder_supports_every_operation() {
     let (_folder, bucket) = folder();
     bucket.block_on(async {
         assert_eq!(bucket.get(KEY, None).await.unwrap(), None);

@@ -85,7 +85,7 @@ fn small<'a>(what: &'a str, dir: &'a str, own: &[&'a str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn each_figure_appears_once_per_round_with_ceiling_no_leftovers() {
+fn benchmarks_report_each_round_with_ceiling_and_leave_no_files() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().to_str().unwrap();
     for (what, own) in SMALL {
@@ -244,7 +244,7 @@ fn values(args: &[&str]) -> BTreeMap<(String, String), Vec<f64>> {
 }
 
 #[test]
-fn block_cache_hits_repeats_and_evicts_without_room() {
+fn block_cache_hits_repeated_blocks_and_evicts_when_full() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     std::fs::create_dir(path("disk")).unwrap();

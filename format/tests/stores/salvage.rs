@@ -79,7 +79,7 @@ fn salvage_without_known_state_reports_no_exact_page() {
 
 /// Memory is needed only for the final length of a version, so a page that was longer before is not lost.
 #[test]
-fn page_once_longer_is_salvaged() {
+fn shrunk_page_is_salvaged() {
     let long = |len| Op::Resize { page: PAGE, len };
     let mut maker = four();
     maker

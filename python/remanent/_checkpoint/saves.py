@@ -214,7 +214,7 @@ class LeftSaves:
         return saved
 
     def go_with(self, saved: Saved) -> None:
-        """Completes the coalesced saves with `saved`, the next save."""
+        """Completes the coalesced saves with the result of `saved`, the save that includes them."""
         for left in self._saves:
             left._goes_with(saved)
         self._saves = []

@@ -218,9 +218,11 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
 
     Pages on disk need no memory in addition to their blocks. If only a small part of a page changed, its changed
     elements are logged, and held in memory until the next snapshot, up to `logged_max` bytes for all pages. Any other
-    changed page is written completely. Pages in memory are compared in place, and only changes are logged. For captured
-    blocks, the commit finds the changes, so these blocks count as changed here. Captured blocks without a page on disk
-    get one, and are captured in the batch after the next flush.
+    changed page is written completely. Pages in memory are compared in place, and only changes are logged.
+
+    The changes of captured blocks are only found by the commit, so the result reports every captured block as changed.
+    If a captured block has no page on disk yet, the page is created, and the block is captured in the batch after the
+    next flush.
 
     `flush` adds the passed updates to the batch, commits the batch now or later, and returns a new one. With `flush`,
     only a few megabytes of blocks are held at a time, and the store is between two versions until the last batch. A

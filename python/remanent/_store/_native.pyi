@@ -1042,7 +1042,7 @@ class PageMemory:
 
     @property
     def address(self) -> int | None:
-        """The address of the first byte for kernels, or None if pages are in host memory."""
+        """The address at which kernels access the first byte, or None if they cannot access the memory."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
@@ -1403,8 +1403,8 @@ class Lease:
 
     @property
     def address(self) -> int | None:
-        """The address of the bytes for kernels, or None if pages are only in host memory. Call `on` with a
-        stream first.
+        """The address at which kernels access the bytes, or None if pages are only in host memory. Call `on`
+        with a stream first.
         """
 
     def descriptor(self) -> dict[str, Any]:
@@ -1541,8 +1541,8 @@ class Pin:
 
     @property
     def address(self) -> int | None:
-        """The address of the bytes for kernels, constant while the pin exists. None if pages are only in host
-        memory, or if the page is empty.
+        """The address at which kernels access the bytes, constant while the pin exists. None if pages are only
+        in host memory, or if the page is empty.
         """
 
     def descriptor(self) -> dict[str, Any]:
@@ -1803,8 +1803,8 @@ class AppliedPage:
 @final
 class Lagged:
     """A gap in a change stream. The batches from `lsn` up to the next reported one are not reported, so read the
-    pages again. The cause is that the consumer fell behind, that there was no memory for events, or that a
-    restore replaced all pages.
+    pages again. A gap occurs if the consumer falls behind, if there is no memory for events, or if a restore
+    replaces all pages.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Asynchronous waits. Store threads signal an eventfd that the event loop watches, without the interpreter lock."""
+"""Asynchronous waits. The event loop watches an eventfd, which store threads signal without the interpreter lock."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ impl Context {
         let capability = 10 * ask(attribute::CAPABILITY_MAJOR)? + ask(attribute::CAPABILITY_MINOR)?;
         if capability < 80 {
             return Err(format!(
-                "it has compute capability {}.{}, 8.0 is needed",
+                "it has compute capability {}.{}, but 8.0 is required",
                 capability / 10,
                 capability % 10
             ));

@@ -115,7 +115,7 @@ impl Driver {
         unsafe { driver.version(&mut version) }.map_err(|code| code.to_string())?;
         if version < VERSION_MIN {
             let (major, minor) = (version / 1000, version % 1000 / 10);
-            return Err(format!("the CUDA driver is of version {major}.{minor}, and 12.4 is needed"));
+            return Err(format!("the CUDA driver has version {major}.{minor}, but 12.4 is required"));
         }
         Ok(driver)
     }

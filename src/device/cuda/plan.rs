@@ -66,11 +66,11 @@ pub(super) enum LaunchStep {
     Select(Range<usize>, Range<usize>),
     /// Checks sections of lists of indices.
     Validate(Range<usize>),
-    /// Makes a long copy within the GPU's memory.
+    /// Copies a long range within the GPU's memory.
     Within { source: u64, target: u64, len: u64 },
-    /// Makes a long copy from host memory to the GPU's.
+    /// Copies a long range from host memory to the GPU's memory.
     Up { source: u64, target: u64, len: u64 },
-    /// Makes a long copy from the GPU's memory to the host's.
+    /// Copies a long range from the GPU's memory to host memory.
     Down { source: u64, target: u64, len: u64 },
 }
 

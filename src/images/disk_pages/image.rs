@@ -15,8 +15,8 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::read::ImageRequest;
 
-/// The maximum length in bytes of a page that is always read completely. For a page of this length, recording the
-/// checksums of its pieces would require a second read.
+/// The maximum length in bytes of a page that every read loads and verifies as a whole. The first read of a longer page
+/// verifies the whole page to obtain the checksums of its pieces, and then reads the requested pieces again.
 const WHOLE_LEN_MAX: u64 = 1 << 20;
 
 /// An image that contains the bytes of a page on disk. The image's files are not removed during the lifetime of this

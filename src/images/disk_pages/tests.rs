@@ -267,7 +267,7 @@ fn room_is_awaited_only_if_it_can_free_up() {
 
 /// If no snapshot can be taken because a page cannot be read, the committer gets that error.
 #[test]
-fn no_wait_for_impossible_snapshot() {
+fn impossible_snapshot_is_not_awaited() {
     let pages = DiskPages::new(Arc::new(SimDisk::new()), 8 << 10);
     let damage = Defect::Missing.at(FileName::Pages(1), 4096);
     pages.note_unreadable(Some(&Error::from(damage)));

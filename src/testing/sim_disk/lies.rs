@@ -143,7 +143,7 @@ mod tests {
 
     /// Tests a disk with two files of two sectors. The second sector of the first file is written twice.
     #[test]
-    fn lost_write_keeps_old_bytes_misdirected_hits_other_sector() {
+    fn lost_write_keeps_bytes_and_misdirected_one_hits_other_sector() {
         let disk = SimDisk::new();
         let [first, second] = [0, 1].map(|number| FileName::Temporary(Folder::Root, number));
         for (name, bytes) in [(first, [1, 2]), (second, [3, 4])] {

@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn adjacent_changes_become_ranges_others_elements() {
+    fn adjacent_changes_become_ranges_and_others_elements() {
         let every_other: Vec<u32> = (0..1000).step_by(2).collect();
         let few: Vec<u32> = (10..58).collect();
         let rows: [Row<'_>; 10] = [

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn only_sole_full_write_is_whole() {
+    fn only_single_full_write_makes_whole_page() {
         type Build = fn(&mut WriteBatch);
         let rows: &[(&str, &[usize], Build)] = &[
             ("an old page", &[0], |b| _ = b.write(OLD, 0, &[1; LEN])),

@@ -86,7 +86,7 @@ fn unusable_driver_is_an_error() {
             init(4711) + &version(12_040) + &count(0) + &rest,
         ),
         (
-            "the CUDA driver is of version 11.8, and 12.4 is needed",
+            "the CUDA driver has version 11.8, but 12.4 is required",
             init(0) + &version(11_080) + &count(1) + &rest,
         ),
         ("the CUDA driver knows 0 GPUs", init(0) + &version(12_040) + &count(0) + &rest),

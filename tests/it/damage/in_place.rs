@@ -92,12 +92,12 @@ fn read_folder(root: &std::path::Path) -> Files {
 fn damage_to_files_rewritten_in_place_is_detected_or_harmless() {
     let Some((victim, image_file, end)) = victim() else { return };
     let count = Count::default();
-    mutilate(&victim.files, &Files::default(), |what, files| {
+    damage_files(&victim.files, &Files::default(), |what, files| {
         let verdict = victim.open(what, files);
         assert_eq!(verdict, victim.rebuild(what, files), "{what}");
         count.add(verdict);
     });
-    let [whole, cut, traceless, refused] = count.get("a file mutilated, opened");
+    let [whole, cut, traceless, refused] = count.get("a file damaged, opened");
     assert_eq!((cut, traceless), (0, 0));
     assert!(whole >= at_least(100) && refused >= at_least(30), "{whole} whole, {refused} refused");
 

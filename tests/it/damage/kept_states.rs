@@ -49,8 +49,8 @@ fn from_the_beginning() -> Subject {
     work.close("all of the log")
 }
 
-/// Returns a store with images of batches, and with tables and images of restores. Later batches replace all
-/// of them.
+/// Returns a store that contains images of batches, and tables and images of restores, all superseded by later
+/// batches.
 fn replaced_since() -> Subject {
     let options = options(ImageIo::Direct).with(|options| {
         options.images.chunk_len = Some(4096);

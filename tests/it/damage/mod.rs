@@ -368,7 +368,7 @@ fn open_and_rebuild_agree_on_bit_flips() {
 }
 
 /// Damages one file in every way except bit flips, and calls `each` with the result.
-pub fn mutilate(whole: &Files, foreign: &Files, each: impl Fn(&str, &Files)) {
+pub fn damage_files(whole: &Files, foreign: &Files, each: impl Fn(&str, &Files)) {
     let each = here(each);
     for (file, bytes) in &whole.0 {
         let with = |what: &str, bytes: Option<Vec<u8>>| {
@@ -412,26 +412,26 @@ pub fn mutilate(whole: &Files, foreign: &Files, each: impl Fn(&str, &Files)) {
 }
 
 #[test]
-fn mutilated_files_after_close_or_reopen_detected_or_harmless() {
+fn file_damage_after_close_or_reopen_is_detected_or_harmless() {
     let foreign = Victim::closed().files;
     for victim in [Victim::closed(), Victim::reopened()] {
         let count = Count::default();
-        mutilate(&victim.files, &foreign, |what, files| {
+        damage_files(&victim.files, &foreign, |what, files| {
             let verdict = victim.open(what, files);
             assert_eq!(verdict, victim.rebuild(what, files), "{what}");
             count.add(verdict);
         });
-        let [whole, cut, traceless, refused] = count.get("a file mutilated, opened");
+        let [whole, cut, traceless, refused] = count.get("a file damaged, opened");
         assert_eq!((cut, traceless), (0, 0));
         assert!(whole >= at_least(100) && refused >= at_least(50), "{whole} whole, {refused} refused");
     }
 }
 
 #[test]
-fn mutilated_files_after_kill_lose_only_unmarked_batches() {
+fn file_damage_after_kill_loses_only_unmarked_batches() {
     let (victim, foreign) = (Victim::killed(), Victim::closed().files);
     let count = Count::default();
-    mutilate(&victim.files, &foreign, |what, files| {
+    damage_files(&victim.files, &foreign, |what, files| {
         let verdict = victim.open(what, files);
         assert_eq!(verdict, victim.rebuild(what, files), "{what}");
         // The sector may contain the last batch's header. The log then looks as if that batch was never
@@ -441,7 +441,7 @@ fn mutilated_files_after_kill_lose_only_unmarked_batches() {
         }
         count.add(verdict);
     });
-    let [whole, cut, traceless, refused] = count.get("a file mutilated, opened");
+    let [whole, cut, traceless, refused] = count.get("a file damaged, opened");
     assert!(
         whole >= at_least(100) && cut >= at_least(1) && traceless <= 1 && refused >= at_least(50),
         "{whole}, {cut}, {traceless}, {refused}"

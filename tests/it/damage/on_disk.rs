@@ -212,10 +212,10 @@ fn bit_flip_on_disk_page_is_detected_and_affects_only_it() {
 }
 
 #[test]
-fn mutilated_disk_page_files_affect_only_their_pages() {
+fn damaged_files_of_disk_pages_affect_only_their_pages() {
     let victim = victim();
     let outcomes = std::cell::RefCell::new(Outcomes::default());
-    mutilate(&victim.files, &Files::default(), |what, files| {
+    damage_files(&victim.files, &Files::default(), |what, files| {
         outcomes.borrow_mut().add(&victim, what, files, usize::MAX);
     });
     let Outcomes { whole, refused, pages } = outcomes.into_inner();

@@ -99,7 +99,7 @@ fn recovery_refuses_over_budget_table_before_allocating() {
 /// According to the log, the page was 1 TiB long before its length was reduced. Only the final length needs
 /// memory.
 #[test]
-fn budget_for_final_length_suffices_for_page_once_longer() {
+fn budget_for_final_length_suffices_for_shrunk_page() {
     const LONG: u64 = 54_321;
     let options = || within(64 << 10);
     for caught in [false, true] {

@@ -46,7 +46,7 @@ fn open_with_reserve(disk: &SimDisk) -> Result<Store> {
     open_with(disk, Arc::new(HostDevice::new()), with_reserve())
 }
 
-/// Waits for the store's threads until the condition is true.
+/// Waits until the store's threads have made the condition true.
 pub(crate) fn until(condition: impl Fn() -> bool) {
     while !condition() {
         std::thread::yield_now();
@@ -139,7 +139,7 @@ fn full_disk_refuses_commits_until_space_returns() {
 }
 
 #[test]
-fn full_disk_deletes_use_reserve_and_close_succeeds() {
+fn deletes_on_full_disk_use_reserve_and_close_succeeds() {
     at_every_level(|free| {
         let (disk, store, mut line) = filled(free);
         let full = loop {
@@ -170,7 +170,7 @@ fn full_disk_deletes_use_reserve_and_close_succeeds() {
 
 /// The reserve guarantees the number of deletes that [`remanent::LogOptions::reserve_bytes`] documents.
 #[test]
-fn reserve_covers_delete_batch_per_block() {
+fn reserve_covers_one_delete_batch_per_block() {
     const DELETES: usize = 100;
     for segment_len in [SEGMENT, 4 * SEGMENT] {
         // The last segment used for deletes is a short one, because the long one is kept for the next open.

@@ -52,7 +52,7 @@ fn open_with_another_layout_reports_both_layouts() {
     let of = "100 blocks of 32 layers x 2 x 16 tokens x 1024 elements of 2 bytes";
     let error = opened(other.fingerprint()).unwrap_err().to_string();
     let expected = format!(
-        "the store's layout fingerprint is that of {of}, contiguous, aligned to 512, and the caller's is that of \
+        "the store's layout fingerprint is that of {of}, contiguous, aligned to 512, but the caller's is that of \
          {of}, layers apart, outer first, aligned to 512; "
     );
     assert!(error.starts_with(&expected), "{error}");

@@ -177,7 +177,7 @@ fn full_tmpfs_store_continues_when_space_returns() {
 }
 
 #[test]
-fn life_on_simulated_disk_with_random_space() {
+fn store_survives_simulated_disk_with_random_free_space() {
     // In some cases, a folder needs another block for a name, and a file needs many blocks, as on XFS.
     let usual = [(0, 0, false), (4096, 0, true), (4096, FILE_BYTES, false)];
     let all = [(4096, 0, false), (0, 0, true), (0, FILE_BYTES, false)];

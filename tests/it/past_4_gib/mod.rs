@@ -233,7 +233,7 @@ fn end_with_the_parent() {
     });
 }
 
-const KILL_TEST: &str = "past_4_gib::kill_in_a_snapshot_of_a_page_past_4_gib";
+const KILL_TEST: &str = "past_4_gib::page_past_4_gib_survives_kill_during_snapshot";
 
 /// Takes the first snapshot of the long page and commits until the worker is killed.
 #[expect(clippy::print_stdout, reason = "the parent reads it")]
@@ -319,7 +319,7 @@ fn damaged_image(directory: &Path, page: PageId) {
 }
 
 #[test]
-fn kill_in_a_snapshot_of_a_page_past_4_gib() {
+fn page_past_4_gib_survives_kill_during_snapshot() {
     if let Ok(errand) = std::env::var(ERRAND) {
         let (place, directory) = errand.split_once(' ').unwrap();
         snapshot_until_killed(Path::new(directory), place.parse().unwrap());

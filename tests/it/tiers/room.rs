@@ -119,7 +119,7 @@ fn device_allocations_stay_within_place_budgets() {
 /// While a place has space, commits do not wait, even if the disk to which pages are evicted does not
 /// respond.
 #[test]
-fn commits_do_not_wait_for_slow_disk_with_room() {
+fn commits_do_not_wait_for_slow_disk_while_memory_has_room() {
     const ROOM: u64 = 64;
     let memory = MemoryOptions::new().budget(DEVICE, ROOM * LEN);
     let options = || {

@@ -42,7 +42,7 @@ pub struct Push {
     dir: PathBuf,
     /// URL of the archive
     url: String,
-    /// Permit the push although another directory, which is lost, created the newest fence
+    /// Permit the push if the directory that created the newest fence is lost
     #[arg(long)]
     takeover: bool,
     /// Print the result as a JSON object

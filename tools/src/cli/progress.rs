@@ -18,7 +18,7 @@ pub fn is_quiet() -> bool {
     QUIET.load(Ordering::Relaxed)
 }
 
-/// Creates a bar with the label `what` that counts objects to an unknown total.
+/// Creates a progress bar with the label `what` for an unknown number of objects.
 #[cfg(feature = "archive")]
 pub fn objects(what: &str) -> ProgressBar {
     let style = ProgressStyle::with_template("{msg:28} {human_pos} objects {elapsed}")
@@ -26,7 +26,7 @@ pub fn objects(what: &str) -> ProgressBar {
     bar(0, what).with_style(style)
 }
 
-/// Creates a bar with the label `what` that counts to `total`.
+/// Creates a progress bar with the label `what` that counts to `total`.
 pub fn bar(total: u64, what: &str) -> ProgressBar {
     let style = ProgressStyle::with_template("{msg:28} [{bar:32}] {human_pos}/{human_len} {elapsed}")
         .expect("the template is a constant")

@@ -191,7 +191,7 @@ fn frame_line(frame: &ScannedFrame, content: &Result<FrameContent, Defect>, torn
         words.push("seal".to_owned());
     }
     if let Ok(content) = content {
-        // A note is printed as text.
+        // The text of a note is printed below, so notes are not counted here.
         let kinds = content.kinds.iter().filter(|(kind, _)| **kind != "note");
         words.extend(kinds.map(|(kind, count)| format!("{count} {kind}")));
         words.extend(content.note.iter().map(|note| format!("note {note:?}")));

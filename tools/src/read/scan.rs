@@ -20,7 +20,7 @@ pub enum Chain {
     Follows,
     /// The frame is the first frame that still exists in the log.
     First,
-    /// The frame does not follow the previous frame because of this defect.
+    /// This defect breaks the chain between the previous frame and this frame.
     Broken(Defect),
     /// The frame is after the end of its incarnation, because a later open removed it from the log.
     LeftBehind {

@@ -384,7 +384,7 @@ fn prune_completes_a_push_that_was_cut_short() {
 }
 
 #[test]
-fn damaged_snapshot_is_never_pruned_to() {
+fn archive_is_never_pruned_to_a_damaged_snapshot() {
     let bed = Bed::new();
     for seed in 1..3 {
         bed.push_version(seed, true);
@@ -446,7 +446,7 @@ fn open_store_is_not_pushed() {
 }
 
 #[test]
-fn emptied_archive_is_not_begun_anew() {
+fn emptied_archive_is_not_restarted() {
     let bed = Bed::new();
     bed.push_version(1, true);
     for folder in ["line", "bound", "data"] {
@@ -525,7 +525,7 @@ fn verify_compares_objects_with_each_other() {
 
 /// A snapshot that does not fit is refused before the archive is claimed.
 #[test]
-fn restore_without_space_claims_nothing() {
+fn restore_without_space_does_not_claim_archive() {
     let bed = Bed::new();
     bed.push_version(1, true);
     let folder = bed.folder();

@@ -50,7 +50,7 @@ fn files(dir: &str) -> Files {
 }
 
 #[test]
-fn inspection_fuzz_target_accepts_sound_rejects_damaged_store() {
+fn inspection_fuzz_target_rejects_only_damaged_stores() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let mut files = Files::from_archive(&files(&scratch.store()).to_archive());

@@ -243,7 +243,7 @@ fn damage_is_reported_once() {
 }
 
 #[test]
-fn refused_import_leaves_nothing() {
+fn refused_import_leaves_no_files() {
     let scratch = Scratch::new();
     let file = scratch.path("weights.safetensors");
     let header = r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}"#;

@@ -139,7 +139,7 @@ fn completions_contain_every_command() {
 }
 
 #[test]
-fn doctor_reports_capabilities_and_leaves_nothing() {
+fn doctor_reports_capabilities_and_leaves_no_files() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().to_str().unwrap();
     let found = run(&["doctor", path, "--json"]).expect(0).json().remove(0);

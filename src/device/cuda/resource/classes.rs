@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn size_class_is_smallest_fitting() {
+    fn size_class_is_the_smallest_that_fits() {
         let lens: Vec<u64> = (0..CLASSES).map(|index| Class::Shared(index).block_len()).collect();
         assert!(lens.is_sorted() && lens[0] == CLASS_LEN_MIN, "{lens:?}");
         for (index, len) in lens.iter().enumerate() {

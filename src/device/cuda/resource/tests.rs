@@ -112,7 +112,7 @@ fn million_allocations_do_not_grow_memory() {
 }
 
 #[test]
-fn threads_never_share_bytes_and_share_what_is_free() {
+fn threads_share_free_memory_but_no_bytes() {
     let (taken, pool) = pool(u64::MAX);
     std::thread::scope(|scope| {
         for thread in 1..=4_u8 {

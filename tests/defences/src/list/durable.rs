@@ -178,7 +178,7 @@ pub const LIST: &[Defence] = &[
         "src/images/disk_pages/mod.rs",
         "self.unreadable.lock().clone()",
         "None::<Error>",
-        unit("images::disk_pages::tests::no_wait_for_impossible_snapshot"),
+        unit("images::disk_pages::tests::impossible_snapshot_is_not_awaited"),
     ),
     check(
         "an unreadable page fails the snapshot but not the store",

@@ -63,7 +63,7 @@ pub const LIST: &[Defence] = &[
         "mark of a valid frame (I4)",
         WALK,
         "self.mark = self.mark.max(header.durable);",
-        it("damage::mutilated_files_after_kill_lose_only_unmarked_batches"),
+        it("damage::file_damage_after_kill_loses_only_unmarked_batches"),
     ),
     check(
         "mark of an opening (I4)",
@@ -209,7 +209,7 @@ pub const LIST: &[Defence] = &[
         "resolution.check_page_bytes(page_bytes_max)?;",
         stores("rebuild_refuses_pages_over_the_limit"),
     ),
-    // The pure rebuild, whose results recovery is compared with.
+    // The pure rebuild, whose results are the reference for recovery.
     defence(
         "a rebuild starts nowhere below the floor",
         "format/src/state/rebuild.rs",

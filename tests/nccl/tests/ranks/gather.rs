@@ -105,7 +105,7 @@ fn shared() -> (u64, u64) {
 }
 
 #[test]
-fn ranks_load_each_page_once_and_receive_the_rest() {
+fn ranks_exchange_pages_so_that_each_is_loaded_once() {
     let Some((ground, _turn)) = Ground::get() else { return };
     let ranks = if ground.is_simulated() { 3 } else { 2 };
     for compression in [Compression::Off, Compression::Zstd] {
@@ -205,7 +205,7 @@ fn differing_replicas_load_all_pages_themselves() {
 }
 
 #[test]
-fn slow_link_or_few_pages_exchange_nothing() {
+fn exchange_is_skipped_on_slow_link_or_for_few_bytes() {
     let Some((ground, _turn)) = Ground::simulated() else { return };
     let replicas = [0, 1].map(|gpu| Replica::new(gpu, Compression::Off));
     let communicators = ground.join(2, PATIENCE);

@@ -77,7 +77,7 @@ fn old_version_is_refused_by_name() {
         let path = compile(folder.path(), &format!("{number}.so"), &FUNCTIONS, number);
         let error = Error::from(refused(&path));
         assert!(
-            error.to_string().contains(&format!("is NCCL {name}, and 2.18.0 is needed; install")),
+            error.to_string().contains(&format!("is NCCL {name}, but 2.18.0 is required; install")),
             "{error}"
         );
         assert_eq!(error.remedy(), Remedy::Permit);
@@ -129,7 +129,7 @@ fn library_is_found_by_variable_linker_and_wheel() {
     let output = load_in_child(&[("REMANENT_NCCL", &fake)]);
     assert!(output.contains(&format!("loaded {} (2, 28, 3)", fake.display())), "{output}");
     let output = load_in_child(&[("REMANENT_NCCL", Path::new("/nowhere/libnccl.so.2"))]);
-    assert!(output.contains("failed the library NCCL was not loaded: /nowhere/libnccl.so.2 ("), "{output}");
+    assert!(output.contains("failed could not load the NCCL library: /nowhere/libnccl.so.2 ("), "{output}");
 
     let folder = tempfile::tempdir().unwrap();
     compile(folder.path(), "libnccl.so.2", &FUNCTIONS, 22_001);

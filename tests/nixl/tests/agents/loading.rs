@@ -105,7 +105,7 @@ fn unsupported_version_is_reported() {
     let info = folder.path().join("nixl_cu12-1.6.0.dist-info");
     std::fs::create_dir(&info).unwrap();
     let error = Error::from(refused(folder.path()));
-    assert!(error.to_string().contains("is NIXL 1.6.0, and 1.5 is needed; install NIXL"), "{error}");
+    assert!(error.to_string().contains("is NIXL 1.6.0, but 1.5 is required; install NIXL"), "{error}");
     assert_eq!(error.remedy(), Remedy::Permit);
     std::fs::rename(info, folder.path().join("nixl_cu12-1.5.7.dist-info")).unwrap();
     let nixl = Nixl::load_from(folder.path()).unwrap();
@@ -149,7 +149,7 @@ fn library_is_found_by_variable_linker_and_wheel() {
     assert!(output.contains(&format!("loaded {} None", fake.display())), "{output}");
     let output = load_in_child(&[("REMANENT_NIXL", Path::new("/nowhere/libnixl_capi.so"))]);
     assert!(
-        output.contains("failed the library NIXL was not loaded: /nowhere/libnixl_capi.so ("),
+        output.contains("failed could not load the NIXL library: /nowhere/libnixl_capi.so ("),
         "{output}"
     );
 
@@ -163,7 +163,7 @@ fn library_is_found_by_variable_linker_and_wheel() {
     let environment = tempfile::tempdir().unwrap();
     let packages = environment.path().join("lib/python3.11/site-packages");
     let output = load_in_child(&[("VIRTUAL_ENV", environment.path())]);
-    let is_missing = output.contains("failed the library NIXL was not loaded: libnixl_capi.so (");
+    let is_missing = output.contains("failed could not load the NIXL library: libnixl_capi.so (");
     assert!(is_missing || output.contains("loaded "), "{output}");
     let wheel = packages.join(".nixl_cu13.mesonpy.libs");
     std::fs::create_dir_all(&wheel).unwrap();
