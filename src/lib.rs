@@ -53,7 +53,7 @@
 //! | [`Lease`], [`Pin`] | access to a page's memory: a lease preserves the bytes, a pin preserves the address |
 //! | snapshot | a manifest and the page images that it names; an open starts from the newest snapshot |
 //! | [`StatePoint`] | an earlier state, given by Lsn, snapshot or name, to view, restore or fork |
-//! | [`View`] | a read-only handle to a state on disk; a writer may have the store open at the same time |
+//! | [`View`] | a read-only handle to a state on disk or in an archive; a writer may continue at the same time |
 //! | [`follow::Follower`] | a reader that receives each batch as it is logged |
 //!
 //! `docs/architecture.md` defines the terms that only the engine uses.
@@ -115,7 +115,7 @@
 //! | `nixl/` | transfers of page memory between processes and hosts; only with the feature `nixl` |
 //! | `blocks/` | blocks of an inference engine's cache, stored in pages or in the engine's own tensors |
 //! | `store/` | the public handle of an open store |
-//! | `archive/` | archiving an open store in an object store; only with the feature `archive` |
+//! | `archive/` | archiving an open store in an object store, and views of archives; only with the feature `archive` |
 //! | `tiers/` | demotion of unused pages from a full place, and promotion on demand |
 //! | `history/` | views of earlier states, restores, forks |
 //! | `write/` | checks, encodes and logs a batch, and passes it to the applier |
@@ -435,10 +435,7 @@ impl Options {
     /// # Errors
     /// Same as [`Store::open`].
     pub fn open_temporary(self) -> Result<Store> {
-        let directory = tempfile::tempdir().map_err(|source| {
-            let path = format!("a directory in {}", std::env::temp_dir().display());
-            Error::folder(IoAction::Create, path, source)
-        })?;
+        let directory = temporary_directory()?;
         let device = device_of(&self)?;
         let disk = Arc::new(DirDisk::new(directory.path()));
         Store::open_keeping(disk, device, self, Some(Box::new(directory)))
@@ -566,6 +563,79 @@ impl View {
     pub fn fork_on(&self, disk: &Arc<dyn Disk>) -> Result<StoreId> {
         history::fork::fork(self.past()?, disk)
     }
+}
+
+#[cfg(feature = "archive")]
+impl View {
+    /// Opens a view of the newest state of the archive at `archive.url`, without restoring it.
+    ///
+    /// The call fetches the log after the newest snapshot into a temporary folder in [`std::env::temp_dir`], which is
+    /// removed with the view. Images are fetched when a page in them is read, in parts of at most 8 MiB, and up to
+    /// [`cache_len_max`](options::ArchiveOptions::cache_len_max) bytes of them are kept in the folder. Everything is
+    /// verified by checksums. Of `archive`, only the URL, the settings and this length are used.
+    ///
+    /// The archive is not changed, and its writer goes on. The credential needs to read, and neither to write nor to
+    /// list. If the writer deletes data that the view needs, after two newer snapshots, reads fail with
+    /// [`Error::Overtaken`].
+    ///
+    /// ```
+    /// use remanent::options::ArchiveOptions;
+    /// use remanent::{Ack, Options, Place, SnapshotOptions, View};
+    /// # let directory = tempfile::tempdir()?;
+    /// # let (path, archive) = (directory.path().join("store"), directory.path().join("archive"));
+    /// # std::fs::create_dir(&archive)?;
+    /// let archive = ArchiveOptions::new(format!("file://{}", archive.display()));
+    /// let store = Options::new().archive(archive.clone()).open(&path)?;
+    /// let mut batch = store.batch();
+    /// batch.create_from(b"weights".to_vec(), Place::Host);
+    /// let ticket = store.submit(batch)?;
+    /// let page = ticket.pages()[0];
+    /// let snapshot = store.snapshot_with(SnapshotOptions::new().name("best"))?;
+    /// store.wait_archived(snapshot.id, None)?;
+    ///
+    /// // On any machine.
+    /// let view = View::open_archive_at(&archive, "name:best")?;
+    /// let mut bytes = [0; 7];
+    /// view.read(page, 0, &mut bytes)?;
+    /// assert_eq!(&bytes, b"weights");
+    /// # ticket.wait(Ack::Archived)?;
+    /// assert_eq!(View::open_archive(&archive)?.lsn(), store.lsn());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Archive`] if the bucket cannot be reached, the archive is empty, or an object is damaged or missing;
+    /// [`Error::Overtaken`] if a writer deletes data faster than the call reads it; errors of the temporary folder.
+    pub fn open_archive(archive: &options::ArchiveOptions) -> Result<Self> {
+        open_archive(archive, None)
+    }
+
+    /// Opens a view of an earlier state of an archive, like [`View::open_archive`]: the state after a batch that the
+    /// archive keeps, the newest snapshot, or a named snapshot. A named snapshot needs no log.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchState`] if the archive does not keep the state; the errors of [`View::open_archive`].
+    pub fn open_archive_at<P>(archive: &options::ArchiveOptions, point: P) -> Result<Self>
+    where
+        P: TryInto<StatePoint, Error: Into<Error>>,
+    {
+        let point = point.try_into().map_err(Into::into)?;
+        open_archive(archive, Some(&point))
+    }
+}
+
+#[cfg(feature = "archive")]
+fn open_archive(options: &options::ArchiveOptions, point: Option<&StatePoint>) -> Result<View> {
+    let folder = temporary_directory()?;
+    let disk = Arc::new(DirDisk::held(folder.path()));
+    archive::open_view(options, point, folder, disk)
+}
+
+fn temporary_directory() -> Result<tempfile::TempDir> {
+    tempfile::tempdir().map_err(|source| {
+        let path = format!("a directory in {}", std::env::temp_dir().display());
+        Error::folder(IoAction::Create, path, source)
+    })
 }
 
 /// Opens the device that the options select: a single device, or several combined into one.

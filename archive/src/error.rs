@@ -144,6 +144,30 @@ pub enum Error {
         /// Lsn of the batch.
         lsn: u64,
     },
+    /// The archive does not contain the batch, because it continued with a snapshot while the bucket was unavailable.
+    #[error(
+        "the archive has no batches between lsn {after} and lsn {until}; choose lsn {after} or {until}, not {lsn}"
+    )]
+    InGap {
+        /// Lsn of the batch.
+        lsn: u64,
+        /// Lsn of the last batch before the gap.
+        after: u64,
+        /// Lsn of the first batch after the gap whose state can be read.
+        until: u64,
+    },
+    /// The archive keeps no snapshot with this number.
+    #[error("the archive keeps no snapshot {snapshot}; give the number of a kept one, a name or a batch")]
+    UnknownSnapshot {
+        /// Number of the snapshot.
+        snapshot: SnapshotId,
+    },
+    /// The archive keeps no snapshot with this name.
+    #[error("the archive keeps no snapshot named {name:?}; list the names with `remanent archive status`")]
+    UnknownName {
+        /// The name.
+        name: String,
+    },
     /// An object exceeds a limit of the format.
     #[error("{key} cannot be encoded: {source}")]
     TooLarge {

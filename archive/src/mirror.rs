@@ -1,16 +1,19 @@
 //! Archives and restores store directories without the engine.
 //!
 //! [`push`] archives a store that is not open. [`restore`] writes a directory that the engine can open and that
-//! continues the archive. [`copy`] writes an earlier state.
+//! continues the archive. [`copy`] writes an earlier state. [`view`] writes a temporary directory in
+//! which the engine opens a view.
 
 use std::collections::BTreeSet;
 
 use remanent_format::{Damage, Lsn, SnapshotId};
 
 use crate::bucket::Bucket;
-use crate::directory::{ArchivedDirectory, RestoreTarget};
+use crate::directory::{ArchivedDirectory, RestoreTarget, ViewDirectory};
 use crate::error::{Error, Result};
-use crate::line::{Archive, Line, NamedParts, Nonces, Pruned, RestoredEnd, SnapshotParts, Takeover};
+use crate::line::{
+    Archive, Line, ListedPart, NamedParts, Nonces, Pruned, RestoredEnd, SnapshotParts, Takeover, ViewPoint,
+};
 use crate::local::{FenceRecord, LocalStore};
 use crate::object::{BatchPoint, KeptSnapshot, Part};
 
@@ -222,6 +225,45 @@ pub async fn copy<B: Bucket, N: Nonces>(
                 return Ok(end);
             }
             Err(Error::Overtaken { .. }) => line.find().await?,
+            Err(error) => return Err(error),
+        }
+    }
+    Err(Error::Overtaken { position: line.start() })
+}
+
+/// A state of an archive in a [`ViewDirectory`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ViewedState {
+    /// The last batch in the directory. The state at an earlier batch is opened in the engine.
+    pub end: RestoredEnd,
+    /// The parts of image files, in the order in which they were listed. Of two parts of a file at one offset, the
+    /// later one counts. [`fetch_part`](crate::line::fetch_part) fetches one.
+    pub images: Vec<ListedPart>,
+}
+
+/// Writes a state of an archive into a temporary directory, except for its image files, and lists their parts. The
+/// archive is not changed, and its writer continues.
+///
+/// # Errors
+/// Returns [`Error::Empty`] if the archive is empty; [`Error::CutTooOld`], [`Error::InGap`],
+/// [`Error::UnknownSnapshot`] or [`Error::UnknownName`] if it does not keep the state; [`Error::Damaged`] with the name
+/// of an object that is missing or invalid; [`Error::Overtaken`] if boundaries pass faster than the archive can be read;
+/// and the errors of the disk and of the bucket.
+pub async fn view<B: Bucket, N: Nonces>(
+    line: &mut Line<'_, B, N>,
+    directory: &ViewDirectory,
+    point: &ViewPoint,
+) -> Result<ViewedState> {
+    for _ in 0..READ_ATTEMPTS {
+        line.find_to_read().await?;
+        if line.is_empty() {
+            return Err(Error::Empty);
+        }
+        let mut state = directory.begin()?;
+        match line.read_view(point, &mut state).await {
+            Ok(end) => return Ok(ViewedState { end, images: state.finish_view(&end)? }),
+            Err(Error::Overtaken { .. }) => {}
             Err(error) => return Err(error),
         }
     }

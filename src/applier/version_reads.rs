@@ -57,10 +57,7 @@ impl Applier {
             if let Some(drained) = drain.finish_once(device)? {
                 return Ok(Some(drained.bytes));
             }
-            tracing::warn!(
-                device = device.label(),
-                "bytes were damaged in transit to the host; repeating the transfer"
-            );
+            tracing::warn!(device = device.label(), "bytes changed on their way to the host: once more");
         }
         Err(transfer_corrupted(device, "bytes of pages"))
     }

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use remanent_archive::remote::{RemoteBucket, RemoteOptions};
+use remanent_archive::remote::RemoteBucket;
 use remanent_format::FileName;
 
-use super::failures::error_of_open;
+use super::bucket::open_bucket;
 use super::uploader::{self, OpenedStore, UploaderStart};
 use crate::base::sync::mpsc;
 use crate::base::sync::thread::JoinHandle;
@@ -17,9 +17,6 @@ use crate::log::ArchiveProgress;
 use crate::options::ArchiveOptions;
 use crate::recovery::RecoveryReport;
 use crate::snapshot::Snapshots;
-
-/// Number of attempts of one request. The uploader makes further attempts later.
-const ATTEMPTS: u32 = 4;
 
 /// An archive that was checked against the directory while the store is being opened.
 pub(crate) struct CheckedArchive {
@@ -49,11 +46,7 @@ impl CheckedArchive {
     /// # Errors
     /// Returns [`Error::Archive`] if it may not, and [`Error::Io`] if the thread cannot be started.
     pub fn new(options: &ArchiveOptions, disk: &dyn Disk) -> Result<Self> {
-        let settings = RemoteOptions::default().attempts(ATTEMPTS);
-        let settings =
-            options.settings.iter().fold(settings, |settings, (key, value)| settings.setting(key, value));
-        let bucket = RemoteBucket::open(&options.url, settings);
-        let bucket = Arc::new(bucket.map_err(|failure| error_of_open(&failure))?);
+        let bucket = Arc::new(open_bucket(options)?);
         let path = disk.directory()?.ok_or_else(|| {
             let reason = "only a store in a file system can be archived".to_owned();
             ArchiveError { url: options.url.clone(), kind: ArchiveErrorKind::Settings, reason }

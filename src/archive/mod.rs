@@ -17,20 +17,32 @@
 //!
 //! A failed request never stops a commit. A fence of another writer does: it poisons the store.
 //!
+//! A [`View`](crate::View) also opens a state of an archive without restoring it: the log, manifests and tables of the
+//! state are written into a temporary folder, and parts of image files are fetched when a page in them is read.
+//!
 //! | file | purpose |
 //! |---|---|
+//! | `view.rs` | opens a view of an archive |
+//! | `archived_disk.rs` | reads the files of a view: local files, and image files in the archive |
+//! | `part_cache.rs` | keeps fetched parts of image files |
 //! | `archiver.rs` | starts, connects and stops the thread |
 //! | `uploader.rs` | the thread |
 //! | `names.rs` | archives named snapshots |
 //! | `holds.rs` | retains the log that is not archived |
+//! | `bucket.rs` | opens a bucket with the options of an archive |
 //! | `failures.rs` | converts errors of the protocol to errors of the store |
 //!
 //! `log/archived.rs` contains the progress that tickets wait for.
 
+mod view;
+mod archived_disk;
+mod part_cache;
 mod archiver;
 mod uploader;
 mod names;
 mod holds;
+mod bucket;
 mod failures;
 
 pub(crate) use archiver::{Archiver, CheckedArchive};
+pub(crate) use view::open_view;

@@ -36,7 +36,8 @@ pub(crate) fn transfer_corrupted(device: &EngineDevice, what: &str) -> Error {
     let label = device.label();
     Error::Device {
         reason: format!(
-            "{what} changed in transit between the host and {label}; check the memory of both, and the bus"
+            "{what} changed on the way between the host and {label}: look for errors of its memory, of the bus \
+             and of the host's memory"
         ),
         context_lost: false,
     }

@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use remanent_format::{FileName, Folder, ReadAt};
+use remanent_format::{Damage, Defect, FileName, Folder, ReadAt};
 
 use crate::base::sync::Mutex;
 use crate::disk::{Disk, DiskFile};
@@ -20,6 +20,8 @@ pub(crate) struct DiskSource {
     disk: Arc<dyn Disk>,
     way: ReadPath,
     files: Mutex<HashMap<FileName, Arc<dyn DiskFile>>>,
+    /// The last failure of an archive for each file, which an I/O error cannot contain.
+    failures: Mutex<HashMap<FileName, Error>>,
     /// The record of the uncached ranges of segments, or `None` if this source does not record them.
     uncached: Option<Uncached>,
 }
@@ -82,7 +84,7 @@ impl DiskSource {
     }
 
     fn by(disk: Arc<dyn Disk>, way: ReadPath) -> Self {
-        Self { disk, way, files: Mutex::default(), uncached: None }
+        Self { disk, way, files: Mutex::default(), failures: Mutex::default(), uncached: None }
     }
 
     /// Returns whether a file no longer exists under its name, even if this source keeps the file open. An image file
@@ -90,6 +92,12 @@ impl DiskSource {
     /// store. Returns `false` if the system returns an error.
     pub fn is_gone(&self, file: FileName) -> bool {
         Self::new(self.disk.clone()).len(file).is_ok_and(|len| len.is_none())
+    }
+
+    /// Returns the failure of an archive that made a file unreadable, if `damage` reports an unreadable file.
+    pub fn archive_failure(&self, damage: &Damage) -> Option<Error> {
+        let is_unreadable = matches!(damage.defect, Defect::Unreadable(_));
+        self.failures.lock().get(&damage.file).filter(|_| is_unreadable).cloned()
     }
 
     fn was_uncached(&self, file: FileName, range: &Range<u64>) -> bool {
@@ -148,7 +156,12 @@ impl ReadAt for DiskSource {
             }
             ReadPath::BypassingCacheOnce => open.read_bypassing_cache(offset, out),
         };
-        read.map_err(to_io)
+        read.map_err(|error| {
+            if matches!(error, Error::Archive(_) | Error::Overtaken { .. }) {
+                self.failures.lock().insert(file, error.clone());
+            }
+            to_io(error)
+        })
     }
 }
 

@@ -473,11 +473,12 @@ impl PastState {
     }
 
     /// Calls `read`. On damage, reopens the files and calls `read` once more, because the writer may have reused an
-    /// open file.
+    /// open file. The files of an archive are never reused.
     pub fn read_with_retry<T>(&self, mut read: impl FnMut(&DiskSource) -> Result<T, Damage>) -> Result<T> {
         let source = self.source.lock().clone();
-        if let Ok(read) = read(&source) {
-            return Ok(read);
+        match read(&source) {
+            Ok(read) => return Ok(read),
+            Err(damage) => source.archive_failure(&damage).map_or(Ok(()), Err)?,
         }
         let anew = Arc::new(DiskSource::new(self.disk.clone()));
         *self.source.lock() = anew.clone();

@@ -19,7 +19,8 @@ use crate::history::state::{KnownFiles, PastState, check_is_store};
 const READERS_MAX: usize = 8;
 
 /// A read-only view of one state of a store: its pages, root and bytes right after one batch. Returned by
-/// [`Store::open_at`](crate::Store::open_at) and [`Store::open_read_only`](crate::Store::open_read_only).
+/// [`Store::open_at`](crate::Store::open_at) and [`Store::open_read_only`](crate::Store::open_read_only), and with the
+/// feature `archive` by `View::open_archive`.
 ///
 /// A view never moves to a later batch, and the files that it needs are kept during its lifetime. There is one
 /// exception: where no lock can be taken, for example on read-only media, a writer elsewhere may remove files, and
@@ -106,7 +107,8 @@ impl View {
     ///
     /// # Errors
     /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the files from which this page is composed
-    /// are damaged, which does not affect other pages; [`Error::Overtaken`]; [`Error::OutOfMemory`]; [`Error::Forked`].
+    /// are damaged, which does not affect other pages; [`Error::Archive`] if data of an archive is missing, damaged or
+    /// unreachable; [`Error::Overtaken`]; [`Error::OutOfMemory`]; [`Error::Forked`].
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()> {
         self.past()?.read(page, offset, out)
     }

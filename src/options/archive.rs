@@ -45,10 +45,14 @@ pub struct ArchiveOptions {
     /// Whether this directory may continue an archive that another directory of the same store has written. Use it if
     /// the other directory is lost. This directory must contain all batches of the archive in any case.
     pub takeover: bool,
+    /// The maximum length in bytes of image data that a [`View`](crate::View) of the archive keeps in its temporary
+    /// folder, at least 64 MiB. Data that was read before is fetched again if it is no longer kept.
+    pub cache_len_max: u64,
 }
 
 impl ArchiveOptions {
-    /// Returns options for the archive at `url`, with an interval of 1 second and up to 8 GiB of log.
+    /// Returns options for the archive at `url`, with an interval of 1 second, up to 8 GiB of log, and a cache of 4 GiB
+    /// for each view.
     #[must_use]
     pub fn new(url: impl Into<String>) -> Self {
         Self {
@@ -58,6 +62,7 @@ impl ArchiveOptions {
             log_len_max: 8 << 30,
             required: true,
             takeover: false,
+            cache_len_max: 4 << 30,
         }
     }
 
@@ -96,6 +101,13 @@ impl ArchiveOptions {
         self
     }
 
+    /// Sets the maximum length in bytes of image data that a view of the archive keeps. Default: 4 GiB.
+    #[must_use]
+    pub fn cache_len_max(mut self, bytes: u64) -> Self {
+        self.cache_len_max = bytes;
+        self
+    }
+
     pub(super) fn check(&self) -> Result<()> {
         if self.interval > Duration::from_secs(24 * 3600) {
             return invalid("archive.interval", "longer than a day".to_owned());
@@ -114,6 +126,7 @@ impl fmt::Debug for ArchiveOptions {
             .field("log_len_max", &self.log_len_max)
             .field("required", &self.required)
             .field("takeover", &self.takeover)
+            .field("cache_len_max", &self.cache_len_max)
             .finish_non_exhaustive()
     }
 }

@@ -98,7 +98,7 @@ impl Snapshots {
         let id = kept.info.id;
         tracing::info!(
             snapshot = %id, redo = %redo.lsn, end = %manifest.end, gone = manifest.tombstones.len(),
-            "published a snapshot of deletions only, because the disk has no space for images"
+            "no space for images: a snapshot says what was deleted"
         );
         self.unverified.push(WrittenSnapshot {
             snapshot: id,

@@ -10,9 +10,9 @@ use remanent::disk::dir::DirDisk;
 use remanent::disk::{Disk, DiskLock};
 use remanent::options::{ArchiveOptions, Create, DeviceChoice, LogOptions, SnapshotSchedule};
 use remanent::{Ack, Options, PageId, PageInfo, Place, Retention, StatePoint, Store, View};
-use remanent_archive::directory::{RestoreTarget, WriterLock};
-use remanent_archive::line::{Archive, RestoredEnd, SystemNonces};
-use remanent_archive::mirror;
+use remanent_archive::directory::{ArchivedDirectory, RestoreTarget, WriterLock};
+use remanent_archive::line::{Archive, RestoredEnd, SystemNonces, Takeover};
+use remanent_archive::mirror::{self, Pushed};
 use remanent_archive::remote::{RemoteBucket, RemoteOptions};
 use remanent_archive::rules::Rules;
 
@@ -81,6 +81,15 @@ impl Bed {
 
     pub fn open(&self) -> Store {
         self.options().open(self.store()).unwrap()
+    }
+
+    /// Archives the closed store.
+    pub fn push(&self) -> Pushed {
+        let bucket = RemoteBucket::open(&self.url(), RemoteOptions::default()).unwrap();
+        let archive = Archive { bucket: &bucket, nonces: &SystemNonces, rules: Rules::default() };
+        let lock = Box::new(EngineLock(DirDisk::new(self.store()).lock().unwrap()));
+        let mut directory = ArchivedDirectory::open(&self.store(), lock).unwrap();
+        bucket.block_on(mirror::push(archive, &mut directory, Takeover::Refused)).unwrap()
     }
 
     /// Restores the end of the archive into a new directory.
@@ -233,6 +242,20 @@ fn check_pages(now: u64, infos: &[PageInfo], read: impl Fn(PageId) -> Vec<u8>) -
         assert!(found == bytes(number, step, info.len), "page {number} at step {now}");
     }
     now
+}
+
+/// Returns all files below a directory with their bytes, but for the holder of the lock.
+pub fn files(directory: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(files(&path));
+        } else if path.file_name().unwrap() != "LOCK" {
+            found.insert(path.clone(), fs::read(&path).unwrap());
+        }
+    }
+    found
 }
 
 #[expect(clippy::disallowed_methods, reason = "the archive follows by itself, and gives no signal")]

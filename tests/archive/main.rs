@@ -6,3 +6,4 @@ mod lives;
 mod lost_buckets;
 mod names;
 mod refusals;
+mod views;

@@ -1,15 +1,14 @@
 //! Directories that must not continue an archive, and calls that need an archive.
 
-use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use remanent::error::ArchiveErrorKind;
 use remanent::options::Create;
 use remanent::{Ack, Error, SnapshotOptions, Store};
 
-use crate::bed::{Bed, archive_steps, check, copy_directory, pages, pause, plain_options, step};
+use crate::bed::{Bed, archive_steps, check, copy_directory, files, pages, pause, plain_options, step};
 
 fn kind(error: &Error) -> ArchiveErrorKind {
     match error {
@@ -17,20 +16,6 @@ fn kind(error: &Error) -> ArchiveErrorKind {
         Error::Poisoned(cause) => kind(cause),
         error => panic!("{error:?}"),
     }
-}
-
-/// Returns the path and the bytes of every file below a directory, except the file with the holder of the lock.
-fn files(directory: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
-    let mut found = BTreeMap::new();
-    for entry in fs::read_dir(directory).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            found.extend(files(&path));
-        } else if path.file_name().unwrap() != "LOCK" {
-            found.insert(path.clone(), fs::read(&path).unwrap());
-        }
-    }
-    found
 }
 
 fn assert_refused(bed: &Bed, path: &Path, expected: ArchiveErrorKind) {

@@ -4,10 +4,11 @@
 //! directory that the engine can open.
 //!
 //! Both require the writer lock of the directory. The engine defines this lock; the caller acquires it and passes its
-//! guard as a [`WriterLock`].
+//! guard as a [`WriterLock`]. [`ViewDirectory`] requires none, because it is a temporary directory of one process.
 //!
 //! | file | purpose |
 //! |---|---|
+//! | `view.rs` | writes the temporary directory of a view, without image files |
 //! | `restore.rs` | writes the parts and frames of a restored directory |
 //! | `opening.rs` | completes a restore: opening, verification, STORE |
 //! | `live.rs` | reads the directory of a store that this process has open |
@@ -17,6 +18,7 @@
 //! | `record.rs` | the file ARCHIVE |
 //! | `files.rs` | reads and durable writes |
 
+mod view;
 mod restore;
 mod opening;
 mod live;
@@ -45,6 +47,7 @@ use crate::object::{BatchPoint, KeptSnapshot, Part, Role};
 
 pub use named::NameChanges;
 pub use restore::RestoreTarget;
+pub use view::ViewDirectory;
 
 /// Maximum length of STORE in bytes.
 const STORE_LEN_MAX: u64 = (StoreHeaderRaw::LEN + STORE_RECORD_LEN_MAX) as u64;

@@ -14,7 +14,7 @@ use super::files::{file_of, invalid};
 use super::random_number;
 use super::record::ArchiveRecord;
 use super::restore::{RestoredSegment, RestoredState};
-use crate::line::RestoredEnd;
+use crate::line::{ListedPart, RestoredEnd};
 use crate::local::FenceRecord;
 
 /// The manifest of a restored named snapshot.
@@ -23,6 +23,15 @@ struct NamedManifest {
     snapshot: SnapshotId,
     manifest_crc: u32,
     redo: LogPoint,
+}
+
+/// A log that was written, and what it was written from.
+struct WrittenLog {
+    store: StoreFile,
+    /// The bytes of STORE.
+    store_bytes: Vec<u8>,
+    named: Vec<NamedManifest>,
+    segments: Vec<u64>,
 }
 
 impl RestoredState<'_> {
@@ -34,18 +43,8 @@ impl RestoredState<'_> {
     /// 3. Record the last batch and the named snapshots in ARCHIVE, so that the directory can continue the archive.
     /// 4. Publish STORE.
     pub fn finish(mut self, end: &RestoredEnd, claim: Option<FenceRecord>) -> io::Result<()> {
-        self.check_complete()?;
-        self.begin_log()?;
-        let batch = self.batch;
-        if (batch.lsn, batch.chain) != (end.batch.lsn, end.batch.chain) {
-            return Err(invalid(format!("the restored log ends at lsn {}, not at {}", batch.lsn, end.batch)));
-        }
-        let (store, store_bytes) = self.store.take().ok_or_else(|| invalid("no fence contains STORE"))?;
-        let named = self.read_named(&store)?;
-        self.cover_starts(&named)?;
         // Step 1.
-        let mut segments = self.complete_segments(&store)?;
-        segments.extend(self.write_opening(&store, end, &named)?);
+        let WrittenLog { store, store_bytes, named, segments } = self.write_log(end)?;
         // Step 2.
         self.sync_and_prove(&store, &segments, &named)?;
         // Step 3.
@@ -57,6 +56,30 @@ impl RestoredState<'_> {
         record.publish(self.files)?;
         // Step 4.
         self.files.publish(FileName::Store, &store_bytes)
+    }
+
+    /// Completes a directory that a view reads and nobody keeps, so that nothing is synced. Returns the parts of image
+    /// files that were not fetched.
+    pub fn finish_view(mut self, end: &RestoredEnd) -> io::Result<Vec<ListedPart>> {
+        let written = self.write_log(end)?;
+        self.files.write_at(FileName::Store, 0, &written.store_bytes)?;
+        Ok(self.deferred.unwrap_or_default())
+    }
+
+    /// Completes the segments, and writes an opening that lists the restored snapshots, and the empty segment after it.
+    fn write_log(&mut self, end: &RestoredEnd) -> io::Result<WrittenLog> {
+        self.check_complete()?;
+        self.begin_log()?;
+        let batch = self.batch;
+        if (batch.lsn, batch.chain) != (end.batch.lsn, end.batch.chain) {
+            return Err(invalid(format!("the restored log ends at lsn {}, not at {}", batch.lsn, end.batch)));
+        }
+        let (store, store_bytes) = self.store.take().ok_or_else(|| invalid("no fence contains STORE"))?;
+        let named = self.read_named(&store)?;
+        self.cover_starts(&named)?;
+        let mut segments = self.complete_segments(&store)?;
+        segments.extend(self.write_opening(&store, end, &named)?);
+        Ok(WrittenLog { store, store_bytes, named, segments })
     }
 
     /// Reads the manifests of the restored named snapshots. Returns them oldest first.

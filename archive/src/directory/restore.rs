@@ -14,7 +14,7 @@ use remanent_format::{FileName, Folder, Incarnation, LogPoint, Lsn, ReadAt, Stor
 use super::WriterLock;
 use super::files::{StoreFiles, file_of, invalid};
 use super::record::ArchiveRecord;
-use crate::line::StateSink;
+use crate::line::{ListedPart, StateSink};
 use crate::local::FenceRecord;
 use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, Part, Role};
 
@@ -85,24 +85,7 @@ impl RestoreTarget {
 
     /// Removes the files of an unfinished restore and starts a new one.
     pub(crate) fn begin(&self) -> io::Result<RestoredState<'_>> {
-        self.files.make_folders()?;
-        for file in self.files.inner_files()? {
-            self.files.remove(file)?;
-        }
-        Ok(RestoredState {
-            files: &self.files,
-            url: self.url.as_deref(),
-            store: None,
-            openings: BTreeMap::new(),
-            manifest: None,
-            named: Vec::new(),
-            parts: BTreeMap::new(),
-            segments: BTreeMap::new(),
-            start: None,
-            point: LogPoint::default(),
-            batch: LogPoint::default(),
-            pending: Vec::new(),
-        })
+        RestoredState::begin(&self.files, self.url.as_deref())
     }
 }
 
@@ -137,9 +120,34 @@ pub(crate) struct RestoredState<'t> {
     pub(super) batch: LogPoint,
     /// The start of a frame that continues in the next piece.
     pending: Vec<u8>,
+    /// The parts of image files that are fetched later, or `None` if all parts are written.
+    pub(super) deferred: Option<Vec<ListedPart>>,
 }
 
-impl RestoredState<'_> {
+impl<'t> RestoredState<'t> {
+    /// Begins to write a state into a directory, and removes the files that were there.
+    pub(super) fn begin(files: &'t StoreFiles, url: Option<&'t str>) -> io::Result<Self> {
+        files.make_folders()?;
+        for file in files.inner_files()? {
+            files.remove(file)?;
+        }
+        Ok(Self {
+            files,
+            url,
+            store: None,
+            openings: BTreeMap::new(),
+            manifest: None,
+            named: Vec::new(),
+            parts: BTreeMap::new(),
+            segments: BTreeMap::new(),
+            start: None,
+            point: LogPoint::default(),
+            batch: LogPoint::default(),
+            pending: Vec::new(),
+            deferred: None,
+        })
+    }
+
     /// Sets the point at which the log starts: the `redo` of the snapshot, or the first location of the log.
     pub(super) fn begin_log(&mut self) -> io::Result<()> {
         if self.start.is_some() {
@@ -261,6 +269,14 @@ impl StateSink for RestoredState<'_> {
     fn manifest(&mut self, manifest: &Manifest) -> io::Result<()> {
         self.manifest = Some(*manifest);
         Ok(())
+    }
+
+    fn defers(&mut self, part: &ListedPart) -> bool {
+        let Some(deferred) = self.deferred.as_mut().filter(|_| part.entry.part.role == Role::Images) else {
+            return false;
+        };
+        deferred.push(*part);
+        true
     }
 
     fn part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()> {

@@ -29,6 +29,15 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         self.find_with(Lists::All).await
     }
 
+    /// Finds the end of the line for a reader. The number of requests grows with the logarithm of the number of
+    /// objects. A writer calls [`find`](Line::find).
+    ///
+    /// # Errors
+    /// Returns the errors of [`find`](Line::find).
+    pub async fn find_to_read(&mut self) -> Result<()> {
+        self.find_with(Lists::OfManifest).await
+    }
+
     /// Finds the end of the line. Also reads the newest manifest and the given lists of data objects.
     pub(super) async fn find_with(&mut self, lists: Lists) -> Result<()> {
         let hint = self.hint().await;

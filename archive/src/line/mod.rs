@@ -7,6 +7,7 @@
 //! |---|---|
 //! | `audit.rs` | 22, 23: checks every object that a restore of the end needs |
 //! | `status.rs` | 22: summarizes an archive with few requests |
+//! | `lazy.rs` | 23, 27: reads a state whose images are fetched later |
 //! | `restore.rs` | 10, 22 to 24, 27, 28: reads a state |
 //! | `cut.rs` | 8: continues the line at an earlier batch |
 //! | `boundary.rs` | 14, 15, 17 to 20: appends boundaries and deletes released objects |
@@ -21,6 +22,7 @@
 
 mod audit;
 mod status;
+mod lazy;
 mod restore;
 mod cut;
 mod boundary;
@@ -47,9 +49,10 @@ pub use append::{Appended, NamedParts, SnapshotParts, UPLOADS_MAX};
 pub use audit::{Audited, DamagedObject, audit};
 pub use boundary::{PrunePlan, Pruned, Swept, Verification, Verified};
 pub use fence::Takeover;
+pub use lazy::{ViewPoint, fetch_part};
 pub use nonces::SystemNonces;
 pub use probe::probe;
-pub use restore::{RestoredEnd, StateSink};
+pub use restore::{ListedPart, RestoredEnd, StateSink};
 pub use status::{ManifestStatus, Status, status};
 
 /// A source of random numbers for nonces. No two draws may be equal, in any process.

@@ -29,6 +29,13 @@ pub trait StateSink {
     /// Returns the error of writing to the local disk.
     fn manifest(&mut self, manifest: &Manifest) -> io::Result<()>;
 
+    /// Offers a part of a file before it is fetched. Returns true if the sink fetches the part itself when it needs it.
+    /// [`part`](Self::part) is then not called for this part.
+    fn defers(&mut self, part: &ListedPart) -> bool {
+        let _ = part;
+        false
+    }
+
     /// Receives a part of a file. If parts overlap, the later call overwrites the earlier one.
     ///
     /// # Errors
@@ -67,6 +74,18 @@ pub trait StateSink {
     fn named(&mut self, snapshot: &KeptSnapshot, parts: &[Part]) -> io::Result<()>;
 }
 
+/// A part of a file, and where the archive contains it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ListedPart {
+    /// The part, and the key of its data object.
+    pub entry: DataRef,
+    /// Id of the store.
+    pub store: StoreId,
+    /// Position of the line object that lists the part, or for a named snapshot the lowest position that was kept when
+    /// the list was read. Once a boundary has passed this position, the part may be deleted.
+    pub lister: u64,
+}
+
 /// The end of a state that was read from an archive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RestoredEnd {
@@ -86,9 +105,21 @@ pub struct RestoredEnd {
 
 /// Determines where the read of an earlier state ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Until {
+pub(super) enum Until {
     Batch,
     EndOfRun,
+}
+
+/// The part of the line from which a state is read.
+#[derive(Clone, Copy)]
+pub(super) struct Window {
+    /// Position and content of the manifest from which the state is rebuilt, or `None` for the beginning of the line.
+    pub manifest: Option<(u64, Manifest)>,
+    /// The last batch of the state, or `None` for the end of the line.
+    pub at: Option<Lsn>,
+    pub until: Until,
+    /// Whether the named snapshots up to the last batch are read.
+    pub with_names: bool,
 }
 
 /// The progress of a read.
@@ -115,8 +146,18 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     /// Returns [`Error::Overtaken`] if a boundary permits deleting objects of this state; call `find` again. Returns
     /// [`Error::Damaged`] if an object is missing or invalid.
     pub async fn read_state<S: StateSink>(&mut self, sink: &mut S) -> Result<RestoredEnd> {
+        self.read_end_state(true, sink).await
+    }
+
+    /// Reads the state at the end of the line, with or without the named snapshots.
+    pub(super) async fn read_end_state<S: StateSink>(
+        &mut self,
+        with_names: bool,
+        sink: &mut S,
+    ) -> Result<RestoredEnd> {
         let manifest = self.view.manifest;
-        let end = self.read_from(manifest, None, Until::Batch, sink).await?;
+        let end =
+            self.read_from(Window { manifest, at: None, until: Until::Batch, with_names }, sink).await?;
         if end.batch != self.view.archived {
             let damage = Damage::Gap { found: self.view.archived, expected: end.batch };
             return Err(Error::Damaged { key: ObjectKey::Line(self.view.next - 1), damage });
@@ -131,7 +172,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     /// [`read_state`](Line::read_state).
     pub async fn read_state_at<S: StateSink>(&mut self, lsn: Lsn, sink: &mut S) -> Result<RestoredEnd> {
         let manifest = self.manifest_before(lsn).await?;
-        self.read_from(manifest, Some(lsn), Until::Batch, sink).await
+        let window = Window { manifest, at: Some(lsn), until: Until::Batch, with_names: true };
+        self.read_from(window, sink).await
     }
 
     /// Reads the state as of batch `lsn` plus the later batches of the same run.
@@ -140,44 +182,50 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     /// Returns the errors of [`read_state_at`](Line::read_state_at).
     pub async fn read_state_through<S: StateSink>(&mut self, lsn: Lsn, sink: &mut S) -> Result<RestoredEnd> {
         let manifest = self.manifest_before(lsn).await?;
-        self.read_from(manifest, Some(lsn), Until::EndOfRun, sink).await
+        let window = Window { manifest, at: Some(lsn), until: Until::EndOfRun, with_names: true };
+        self.read_from(window, sink).await
     }
 
     /// Returns the newest manifest that ends at or below `lsn`, or `None` if the line is kept from position 1.
     pub(super) async fn manifest_before(&mut self, lsn: Lsn) -> Result<Option<(u64, Manifest)>> {
+        let found = self.kept_manifest(|manifest| manifest.end.lsn <= lsn).await?;
+        if found.is_none() && self.view.start > 1 {
+            return Err(Error::CutTooOld { lsn: lsn.0 });
+        }
+        Ok(found)
+    }
+
+    /// Returns the newest kept manifest that `is_wanted` accepts, with its position.
+    pub(super) async fn kept_manifest(
+        &mut self,
+        mut is_wanted: impl FnMut(&Manifest) -> bool,
+    ) -> Result<Option<(u64, Manifest)>> {
         let mut position = self.view.links.manifest;
         while position >= self.view.start {
             let object = self.need_line(position).await?;
             let Content::Manifest(manifest) = object.content else { break };
-            if manifest.end.lsn <= lsn && manifest.start >= self.view.start {
+            if manifest.start >= self.view.start && is_wanted(&manifest) {
                 return Ok(Some((position, manifest)));
             }
             position = object.links.manifest;
         }
-        if self.view.start == 1 { Ok(None) } else { Err(Error::CutTooOld { lsn: lsn.0 }) }
+        Ok(None)
     }
 
-    async fn read_from<S: StateSink>(
+    pub(super) async fn read_from<S: StateSink>(
         &mut self,
-        newest: Option<(u64, Manifest)>,
-        at: Option<Lsn>,
-        until: Until,
+        window: Window,
         sink: &mut S,
     ) -> Result<RestoredEnd> {
-        let lowest = newest.map_or(1, |(_, manifest)| manifest.start);
-        match self.read_window(newest, at, until, sink).await {
+        let lowest = window.manifest.map_or(1, |(_, manifest)| manifest.start);
+        match self.read_window(window, sink).await {
             Ok(end) => Ok(end),
             Err(error) => Err(self.unless_overtaken(error, lowest).await?),
         }
     }
 
-    async fn read_window<S: StateSink>(
-        &mut self,
-        newest: Option<(u64, Manifest)>,
-        at: Option<Lsn>,
-        until: Until,
-        sink: &mut S,
-    ) -> Result<RestoredEnd> {
+    async fn read_window<S: StateSink>(&mut self, window: Window, sink: &mut S) -> Result<RestoredEnd> {
+        let Window { manifest: newest, at, until, with_names } = window;
         let store = self.view.store.ok_or(Error::Empty)?;
         let mut reading = Reading::default();
         // `view.start` changes when a newer boundary is found, so its value is saved here.
@@ -211,7 +259,10 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         if let Some(lsn) = at.filter(|lsn| until == Until::Batch && *lsn < reading.point.lsn) {
             sink.truncate(lsn)?;
         }
-        let named = self.read_named(at, kept_from, store, &mut reading, sink).await?;
+        let mut named = 0;
+        if with_names {
+            named = self.read_named(at, kept_from, store, &mut reading, sink).await?;
+        }
         // [rcheck] Some of the objects that were read may have been deleted and created again by a stalled process.
         if self.is_overtaken(lowest).await? {
             return Err(Error::Overtaken { position: lowest });
@@ -267,13 +318,32 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             Some(listed) => listed.clone(),
             None => self.need_line(position).await?.data,
         };
-        self.need_each_data(&listed, store, position, |entry, bytes| {
-            if entry.part.role == Role::Frames {
-                sink.frames(&manifest.redo, &manifest.end, bytes)?;
-            } else {
-                sink.part(&entry.part, bytes)?;
-                reading.files.insert((entry.part.role, entry.part.file));
-                reading.receive(position, entry);
+        for entry in listed.iter().filter(|entry| entry.part.role != Role::Frames) {
+            reading.files.insert((entry.part.role, entry.part.file));
+            reading.receive(position, entry);
+        }
+        self.read_parts(&listed, store, position, &manifest.redo, &manifest.end, sink).await
+    }
+
+    /// Reads listed parts of files and of the frames after `before` up to `after`. The sink may fetch parts of files
+    /// later.
+    pub(super) async fn read_parts<S: StateSink>(
+        &mut self,
+        listed: &[DataRef],
+        store: StoreId,
+        lister: u64,
+        before: &BatchPoint,
+        after: &BatchPoint,
+        sink: &mut S,
+    ) -> Result<()> {
+        let mut wanted = listed.to_vec();
+        wanted.retain(|entry| {
+            entry.part.role == Role::Frames || !sink.defers(&ListedPart { entry: *entry, store, lister })
+        });
+        self.need_each_data(&wanted, store, lister, |entry, bytes| {
+            match entry.part.role {
+                Role::Frames => sink.frames(before, after, bytes)?,
+                _ => sink.part(&entry.part, bytes)?,
             }
             Ok(())
         })
@@ -326,7 +396,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             match &object.content {
                 Content::Run(run) => self.read_run(&object, run, reading, sink).await?,
                 Content::Fence(fence) => reading.fence(fence, sink)?,
-                Content::Manifest(_) | Content::Boundary(_) | Content::Catalog(_) => {}
+                Content::Manifest(manifest) => reading.check_gap(manifest, at)?,
+                Content::Boundary(_) | Content::Catalog(_) => {}
             }
         }
         Ok(())
@@ -354,26 +425,12 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let is_older = object.position < reading.manifest
                 && reading.files.contains(&(entry.part.role, entry.part.file));
             if !is_older {
-                self.read_long_run(object, run, entry, sink).await?;
-                reading.receive(object.position, entry);
+                let (store, lister) = (object.store, object.position);
+                self.read_parts(&[*entry], store, lister, &run.before, &run.after, sink).await?;
+                reading.receive(lister, entry);
             }
         }
         reading.point = run.after;
-        Ok(())
-    }
-
-    async fn read_long_run<S: StateSink>(
-        &mut self,
-        object: &LineObject,
-        run: &Run,
-        entry: &DataRef,
-        sink: &mut S,
-    ) -> Result<()> {
-        let bytes = self.need_data(entry, object.store, object.position).await?;
-        match entry.part.role {
-            Role::Frames => sink.frames(&run.before, &run.after, &bytes)?,
-            _ => sink.part(&entry.part, &bytes)?,
-        }
         Ok(())
     }
 }
@@ -391,6 +448,15 @@ impl Reading {
         let Part { role, file, offset, .. } = entry.part;
         let is_newer = |(lister, key): &(u64, DataKey)| *lister > position || *key == entry.key;
         self.received.get(&(role, file, offset)).is_some_and(is_newer)
+    }
+
+    /// Returns an error if batch `at` is among the batches that a manifest after a gap replaces (rule 28).
+    fn check_gap(&self, manifest: &Manifest, at: Option<Lsn>) -> Result<()> {
+        let (after, until) = (self.point.lsn, manifest.end.lsn);
+        match at.filter(|at| manifest.follows_gap && after < *at && *at < until) {
+            Some(at) => Err(Error::InGap { lsn: at.0, after: after.0, until: until.0 }),
+            None => Ok(()),
+        }
     }
 
     /// Records the incarnation numbers of a fence.

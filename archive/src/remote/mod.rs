@@ -59,8 +59,11 @@ use std::future::Future;
 use std::io;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, TryStreamExt};
@@ -130,6 +133,15 @@ pub struct RemoteBucket {
     runtime: Option<Runtime>,
 }
 
+/// Continues a thread that waits in [`RemoteBucket::block_on`].
+struct ThreadWaker(Thread);
+
+impl Wake for ThreadWaker {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
 /// The state that all requests of a bucket share.
 struct Shared {
     address: Address,
@@ -178,12 +190,18 @@ impl RemoteBucket {
         Ok(Self { shared: Arc::new(shared), runtime: Some(runtime) })
     }
 
-    /// Runs a future to completion on the calling thread.
-    ///
-    /// # Panics
-    /// Panics in an asynchronous context. Await the future there instead.
+    /// Runs a future of this bucket to completion on the calling thread. In an asynchronous context, this blocks the
+    /// thread, so that its other tasks wait.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
-        self.runtime().block_on(future)
+        let waker = Waker::from(Arc::new(ThreadWaker(std::thread::current())));
+        let mut context = Context::from_waker(&waker);
+        let mut future = pin!(future);
+        loop {
+            if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
+                return output;
+            }
+            std::thread::park();
+        }
     }
 
     /// Cancels all current and later pauses between attempts, so that a failed request returns its error. Any thread

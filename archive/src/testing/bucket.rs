@@ -33,8 +33,13 @@ struct Reschedule(bool);
 impl Future for Reschedule {
     type Output = ();
 
-    fn poll(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<()> {
-        if std::mem::replace(&mut self.0, true) { Poll::Ready(()) } else { Poll::Pending }
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        if std::mem::replace(&mut self.0, true) {
+            return Poll::Ready(());
+        }
+        // Futures that poll several requests poll only those that were woken.
+        context.waker().wake_by_ref();
+        Poll::Pending
     }
 }
 

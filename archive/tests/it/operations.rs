@@ -1,7 +1,7 @@
 //! Operations that random schedules do not contain: cuts, gaps, long runs and failures during an append.
 
 use remanent_archive::Error;
-use remanent_archive::line::{Line, Pruned, SnapshotParts, Verified};
+use remanent_archive::line::{Line, Pruned, SnapshotParts, Verified, ViewPoint};
 use remanent_archive::local::LocalStore;
 use remanent_archive::object::{BatchPoint, INLINE_FRAMES_LEN_MAX, Kind, ObjectKey};
 use remanent_archive::rules::Rules;
@@ -109,6 +109,24 @@ fn manifest_after_a_gap_archives_its_state() {
     commit(&local, 1);
     block_on(writer.append_run(&mut line, &local)).expect("the run after the gap is archived");
     assert_eq!(stage.read().expect("the end can be restored").len(), 6);
+
+    let tokens = local.with(|store| store.tokens(0, 6));
+    let reader = stage.process(2);
+    for lsn in 1..=6 {
+        let mut line = Line::new(reader.archive());
+        let mut state = Restored::default();
+        let read = block_on(async {
+            line.find_to_read().await?;
+            line.read_view(&ViewPoint::Batch(Lsn(lsn)), &mut state).await
+        });
+        if (3..5).contains(&lsn) {
+            assert!(matches!(read, Err(Error::InGap { after: 2, until: 5, .. })), "lsn {lsn}: {read:?}");
+        } else {
+            read.expect("the state can be read");
+            let found = state.tokens();
+            assert!(found.len() as u64 >= lsn && tokens.starts_with(&found), "lsn {lsn}: {found:?}");
+        }
+    }
 }
 
 #[test]

@@ -15,7 +15,9 @@ use std::task::{Context, Poll, Waker};
 use remanent::disk::dir::DirDisk;
 use remanent::disk::{Disk, DiskLock};
 use remanent::options::{Create, DeviceChoice, LogOptions, SnapshotSchedule};
-use remanent::{Metadata, Options, PageId, PageInfo, Place, Retention, SnapshotOptions, StatePoint, Store};
+use remanent::{
+    Metadata, Options, PageId, PageInfo, Place, Retention, SnapshotOptions, StatePoint, Store, View,
+};
 use remanent_archive::directory::{ArchivedDirectory, RestoreTarget, WriterLock};
 use remanent_archive::line::{Archive, RestoredEnd, Takeover, status};
 use remanent_archive::mirror::{self, Pushed};
@@ -188,13 +190,18 @@ pub fn named_states(path: &Path) -> BTreeMap<String, State> {
 }
 
 fn state_at(path: &Path, name: &str) -> State {
-    let view = Store::open_at(path, StatePoint::Name(name.to_owned())).unwrap();
-    let page = |info: PageInfo| {
-        let mut bytes = vec![0; info.len as usize];
-        view.read(info.page, 0, &mut bytes).unwrap();
-        (info.page, (info, bytes))
-    };
-    State { lsn: view.lsn().0, pages: view.pages().map(page).collect(), root: view.root().clone() }
+    State::of_view(&Store::open_at(path, StatePoint::Name(name.to_owned())).unwrap())
+}
+
+impl State {
+    pub fn of_view(view: &View) -> Self {
+        let page = |info: PageInfo| {
+            let mut bytes = vec![0; info.len as usize];
+            view.read(info.page, 0, &mut bytes).unwrap();
+            (info.page, (info, bytes))
+        };
+        Self { lsn: view.lsn().0, pages: view.pages().map(page).collect(), root: view.root().clone() }
+    }
 }
 
 pub fn options(create: Create) -> Options {

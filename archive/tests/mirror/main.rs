@@ -7,3 +7,4 @@ mod kills;
 mod successors;
 mod uploads;
 mod damage;
+mod views;

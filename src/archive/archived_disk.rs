@@ -1,0 +1,246 @@
+//! The files of a view of an archive: local files, and image files whose parts are fetched when they are read.
+
+use std::collections::BTreeMap;
+use std::io::{self, ErrorKind};
+use std::ops::Range;
+use std::sync::Arc;
+
+use remanent_archive::Error as Failure;
+use remanent_archive::line::{Archive, ListedPart, SystemNonces, fetch_part};
+use remanent_archive::remote::RemoteBucket;
+use remanent_archive::rules::Rules;
+use remanent_format::{FileName, Folder, Lsn, SnapshotId};
+
+use super::failures::error_of;
+use super::part_cache::PartCache;
+use crate::base::process::ForkGuard;
+use crate::disk::{Disk, DiskFile, DiskLock, Hold, Window};
+use crate::error::{Error, IoAction, Result};
+use crate::options::{ImageIo, LogIo};
+
+/// The files of a view of an archive. They are read-only.
+pub(super) struct ArchivedDisk {
+    /// The files that were fetched when the view was opened.
+    local: Arc<dyn Disk>,
+    /// The image files, by number.
+    images: BTreeMap<u64, Arc<ArchivedFile>>,
+    /// Keeps the folder of the local files, also for a state without images.
+    source: PartSource,
+}
+
+/// The source of the parts of image files. A forked child does not drop it, because it contains threads and a temporary
+/// folder of the parent.
+pub(super) type PartSource = Arc<ForkGuard<SourceParts>>;
+
+/// The parts of a [`PartSource`].
+pub(super) struct SourceParts {
+    pub url: String,
+    pub bucket: RemoteBucket,
+    pub cache: PartCache,
+    /// The batch that the view shows, for errors.
+    pub lsn: Lsn,
+    /// The folder of the local files, which is removed at the end.
+    pub _folder: tempfile::TempDir,
+}
+
+/// An image file in an archive.
+struct ArchivedFile {
+    file: FileName,
+    /// The parts by their offsets, each with its number in the cache.
+    parts: BTreeMap<u64, (usize, ListedPart)>,
+    source: PartSource,
+}
+
+/// The hold of a state whose files no writer removes.
+struct NoLock;
+
+impl DiskLock for NoLock {}
+
+impl ArchivedDisk {
+    /// Creates the files of a view. Of two parts of a file at one offset, the later one counts.
+    pub fn new(local: Arc<dyn Disk>, images: Vec<ListedPart>, source: PartSource) -> Self {
+        let mut files: BTreeMap<u64, BTreeMap<u64, (usize, ListedPart)>> = BTreeMap::new();
+        for (number, listed) in images.into_iter().enumerate() {
+            let part = &listed.entry.part;
+            files.entry(part.file).or_default().insert(part.offset, (number, listed));
+        }
+        let file = |(number, parts)| {
+            let file = ArchivedFile { file: FileName::Pages(number), parts, source: source.clone() };
+            (number, Arc::new(file))
+        };
+        let images = files.into_iter().map(file).collect();
+        Self { local, images, source }
+    }
+}
+
+impl SourceParts {
+    fn fetch(&self, part: &ListedPart) -> Result<Vec<u8>> {
+        let archive = Archive { bucket: &self.bucket, nonces: &SystemNonces, rules: Rules::default() };
+        self.bucket.block_on(fetch_part(archive, part)).map_err(|failure| match failure {
+            // The newest snapshot of the archive is not known here.
+            Failure::Overtaken { .. } => Error::Overtaken { lsn: self.lsn, snapshot: None },
+            failure => error_of(&self.url, &failure),
+        })
+    }
+}
+
+impl ArchivedFile {
+    /// Fills the start of `out` with the bytes at `offset`, and returns their number. Fetches the part that contains
+    /// them.
+    fn read_part(&self, offset: u64, out: &mut [u8]) -> Result<usize> {
+        let failed = |error| Error::io(IoAction::Read, self.file, Some(offset), error);
+        let source = self.source.check()?;
+        let (start, (number, listed)) =
+            self.parts.range(..=offset).next_back().ok_or_else(|| failed(end()))?;
+        let skipped = offset - start;
+        let len = listed.entry.part.len.saturating_sub(skipped).min(out.len() as u64) as usize;
+        if len == 0 {
+            return Err(failed(end()));
+        }
+        let part = source.cache.part(*number, || source.fetch(listed))?;
+        part.read(&source.cache, skipped, &mut out[..len]).map_err(failed)?;
+        Ok(len)
+    }
+
+    fn read_only(&self, action: IoAction) -> Error {
+        read_only(action, self.file)
+    }
+}
+
+fn end() -> io::Error {
+    ErrorKind::UnexpectedEof.into()
+}
+
+/// Returns the error for a change of an archive's view.
+fn read_only(action: IoAction, file: FileName) -> Error {
+    Error::io(action, file, None, ErrorKind::ReadOnlyFilesystem.into())
+}
+
+impl Disk for ArchivedDisk {
+    fn label(&self) -> String {
+        self.source.url.clone()
+    }
+
+    fn lock(&self) -> Result<Box<dyn DiskLock>> {
+        Err(read_only(IoAction::Lock, FileName::Lock))
+    }
+
+    fn check_writer(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn is_locked(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    fn hold(&self, _id: SnapshotId) -> Result<Hold> {
+        Ok(Hold::Held(Box::new(NoLock)))
+    }
+
+    fn try_retire(&self, _id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
+        Ok(None)
+    }
+
+    fn is_held(&self, _id: SnapshotId) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn list(&self, folder: Folder) -> Result<Vec<String>> {
+        if folder == Folder::Pages {
+            let mut names: Vec<String> =
+                self.images.keys().map(|file| FileName::Pages(*file).name()).collect();
+            names.sort_unstable();
+            return Ok(names);
+        }
+        self.local.list(folder)
+    }
+
+    fn make_folder(&self, _folder: Folder) -> Result<()> {
+        Err(read_only(IoAction::Create, FileName::Store))
+    }
+
+    fn sync_folder(&self, _folder: Folder) -> Result<()> {
+        Err(read_only(IoAction::Sync, FileName::Store))
+    }
+
+    fn create(&self, file: FileName) -> Result<Arc<dyn DiskFile>> {
+        Err(read_only(IoAction::Create, file))
+    }
+
+    fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>> {
+        if write {
+            return Err(read_only(IoAction::Open, file));
+        }
+        let FileName::Pages(number) = file else { return self.local.open(file, false) };
+        match self.images.get(&number) {
+            Some(open) => Ok(open.clone()),
+            None => Err(Error::io(IoAction::Open, file, None, ErrorKind::NotFound.into())),
+        }
+    }
+
+    fn rename(&self, source: FileName, _target: FileName) -> Result<()> {
+        Err(read_only(IoAction::Rename, source))
+    }
+
+    fn remove(&self, file: FileName) -> Result<()> {
+        Err(read_only(IoAction::Remove, file))
+    }
+
+    fn refuses(&self, _io: LogIo) -> Result<Option<String>> {
+        Ok(None)
+    }
+
+    fn refuses_images(&self, _io: ImageIo) -> Result<Option<String>> {
+        Ok(None)
+    }
+}
+
+impl DiskFile for ArchivedFile {
+    fn len(&self) -> Result<u64> {
+        Ok(self.parts.last_key_value().map_or(0, |(start, (_, listed))| start + listed.entry.part.len))
+    }
+
+    fn has_one_name(&self) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn write_at(&self, _offset: u64, _bytes: &[u8]) -> Result<()> {
+        Err(self.read_only(IoAction::Write))
+    }
+
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        let mut done = 0;
+        while done < out.len() {
+            done += self.read_part(offset + done as u64, &mut out[done..])?;
+        }
+        Ok(())
+    }
+
+    fn read_bypassing_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.read_at(offset, out)
+    }
+
+    fn reserve(&self, _offset: u64, _end: u64) -> Result<bool> {
+        Err(self.read_only(IoAction::Allocate))
+    }
+
+    fn write_direct(&self, _offset: u64, _blocks: &[u8]) -> Result<()> {
+        Err(self.read_only(IoAction::Write))
+    }
+
+    fn cut(&self, _len: u64) -> Result<()> {
+        Err(self.read_only(IoAction::Truncate))
+    }
+
+    fn mapped_part(&self, _range: Range<u64>) -> Result<Box<dyn Window>> {
+        Err(self.read_only(IoAction::Map))
+    }
+
+    fn sync(&self) -> Result<()> {
+        Err(self.read_only(IoAction::Sync))
+    }
+
+    fn window(&self, _io: LogIo) -> Result<Box<dyn Window>> {
+        Err(self.read_only(IoAction::Map))
+    }
+}
