@@ -3,9 +3,9 @@
     python rank_checks.py cpu|cuda DIRECTORY [CHECK …]
 
 Without names, runs all checks except those of archives. Prints a line for each check: its name, and "fine" if it
-succeeded on all ranks. The ranks are forks of this process,
-which has imported torch. On GPUs there are as many ranks as GPUs, and checks that need four ranks are skipped. Some
-checks have several consecutive stages with different numbers of ranks.
+succeeded on all ranks. The ranks are forks of this process, which has imported torch. On GPUs there are as many ranks
+as GPUs, and checks that need four ranks are skipped. Some checks have several consecutive stages with different numbers
+of ranks.
 """
 
 from __future__ import annotations
