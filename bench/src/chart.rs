@@ -38,7 +38,7 @@ impl Scale {
         Scale::Linear { max: (max / step).ceil() * step }
     }
 
-    /// Returns a scale between the powers of ten around the values above 0.
+    /// Returns a logarithmic scale that ends at the powers of ten around the positive values.
     pub fn log(values: impl Iterator<Item = f64>) -> Self {
         let (mut min, mut max) = (f64::INFINITY, 0.0_f64);
         for value in values.filter(|value| *value > 0.0) {

@@ -634,7 +634,7 @@ fn after_restart(played: &CacheTotals, at: usize) -> &[(u64, u64)] {
     &after[..after.len().min(AROUND_RESTART)]
 }
 
-/// Returns the share of blocks found in the fast place, over some requests.
+/// Returns the share of the requested blocks that were found in the fast place.
 fn hits(of_each: &[(u64, u64)]) -> f64 {
     share(of_each.iter().map(|(fast, _)| fast).sum(), of_each.iter().map(|(_, known)| known).sum())
 }

@@ -87,7 +87,7 @@ pub struct Imported {
 }
 
 /// Makes the device of a CUDA tensor of torch the current one. Returns the context manager that ends this, or `None` if
-/// the object is no such tensor. Torch exports only tensors on the current device.
+/// the object is not such a tensor. Torch exports only tensors on the current device.
 fn torch_device<'py>(object: &Bound<'py, PyAny>, device: i32) -> PyResult<Option<Bound<'py, PyAny>>> {
     if !matches!(device, CUDA | CUDA_MANAGED) {
         return Ok(None);

@@ -353,7 +353,10 @@ impl AsideBuffer {
             Ok(Some(drained)) => Ok(Some(drained)),
             // The copies still exist on the device, so the transfer is repeated before it is reported as an error.
             Ok(None) => {
-                tracing::warn!(device = device.label(), "bytes changed on their way to the host: once more");
+                tracing::warn!(
+                    device = device.label(),
+                    "bytes were damaged in transit to the host; repeating the transfer"
+                );
                 let pool = &summed.as_ref().expect("sums that differ").pool;
                 pool.take(len).and_then(&mut drain)
             }

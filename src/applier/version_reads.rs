@@ -57,7 +57,10 @@ impl Applier {
             if let Some(drained) = drain.finish_once(device)? {
                 return Ok(Some(drained.bytes));
             }
-            tracing::warn!(device = device.label(), "bytes changed on their way to the host: once more");
+            tracing::warn!(
+                device = device.label(),
+                "bytes were damaged in transit to the host; repeating the transfer"
+            );
         }
         Err(transfer_corrupted(device, "bytes of pages"))
     }

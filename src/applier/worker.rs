@@ -582,7 +582,7 @@ impl Worker {
         let retiring = std::iter::from_fn(|| self.retiring.pop_front());
         self.arena.discard_all(pages.chain(retiring).chain(handed_over));
         if let Err(error) = self.arena.reap_all() {
-            tracing::warn!(%error, "cannot give page memory back");
+            tracing::warn!(%error, "cannot release page memory");
         }
     }
 }

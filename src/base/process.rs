@@ -79,7 +79,7 @@ fn word() -> Option<&'static AtomicU64> {
     let mut word = WORD.load(Ordering::Acquire);
     if word.is_null() {
         word = make_word().unwrap_or_else(|error| {
-            tracing::debug!(%error, "no memory that a fork wipes");
+            tracing::debug!(%error, "the system cannot reset memory on fork");
             publish(ptr::from_ref(&NO_WORD).cast_mut())
         });
     }

@@ -215,7 +215,7 @@ impl KnownImages {
                 let Some(image) = known.image else { continue };
                 match damaged.get(&location(&image)) {
                     Some(damage) => {
-                        tracing::warn!(%damage, %page, "an image that a batch names does not hold");
+                        tracing::warn!(%damage, %page, "an image that a batch names is damaged");
                     }
                     // A scrub may have found damage that this read did not find. The next read may find it again.
                     None if is_damaged(damaged_images, *page, &image) => {}

@@ -72,7 +72,7 @@ impl Drop for AdoptedMemory {
     /// use the memory have completed, except copies to shadows, which read only the store's own memory.
     fn drop(&mut self) {
         if let Err(error) = self.device.release(self.memory) {
-            tracing::warn!(%error, "a caller's memory stays known to the device");
+            tracing::warn!(%error, "cannot unregister caller-owned memory from the device");
         }
         let Some(owner) = self.owner.take() else { return };
         match self.uses.last() {

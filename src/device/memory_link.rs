@@ -76,7 +76,7 @@ impl MemoryLink {
 /// Waits until the fence has passed, then drops an owner. The owner is leaked if the fence never passes.
 pub(crate) fn drop_when_passed(device: &EngineDevice, owner: MemoryOwner, fence: Fence) {
     if let Err(error) = device.wait(fence) {
-        tracing::warn!(%error, "a caller's memory stays held: a stream may still use it");
+        tracing::warn!(%error, "caller-owned memory is not released, because a stream may still use it");
         std::mem::forget(owner);
     }
 }

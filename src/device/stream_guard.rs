@@ -132,7 +132,7 @@ impl StreamGuard {
 impl Drop for StreamGuard {
     fn drop(&mut self) {
         if let Err(error) = self.end_now() {
-            tracing::warn!(%error, "a caller's memory stays in use");
+            tracing::warn!(%error, "cannot end the use of caller-owned memory by a stream");
         }
     }
 }

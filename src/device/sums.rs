@@ -36,8 +36,7 @@ pub(crate) fn transfer_corrupted(device: &EngineDevice, what: &str) -> Error {
     let label = device.label();
     Error::Device {
         reason: format!(
-            "{what} changed on the way between the host and {label}: look for errors of its memory, of the bus \
-             and of the host's memory"
+            "{what} changed in transit between the host and {label}; check the memory of both, and the bus"
         ),
         context_lost: false,
     }

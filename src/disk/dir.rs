@@ -342,7 +342,7 @@ impl Disk for DirDisk {
     fn notify_watchers(&self, file: FileName) {
         refuse_lock_file(file);
         if let Err(error) = self.within(|directory| directory.open(file, OFlags::WRONLY)) {
-            tracing::debug!(%error, %file, "followers are not told of a batch");
+            tracing::debug!(%error, %file, "cannot notify followers of a batch");
         }
     }
 

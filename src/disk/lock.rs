@@ -74,7 +74,7 @@ fn lock_directory(open: Arc<OpenDirectory>) -> Result<DirLock> {
     // be deleted.
     match describe(file.file()).map_err(failed(IoAction::Write)) {
         Err(error) if error.is_no_space() => {
-            tracing::warn!(%error, "a process that is refused will know this process by its number alone");
+            tracing::warn!(%error, "cannot describe this process in the lock file; others can report only its id");
         }
         described => described?,
     }
@@ -161,7 +161,7 @@ impl Drop for DirLock {
             && let Err(error) = record_locks::unlock(self.file.file(), OF_OPEN_FILE)
             && !is_lock_unsupported(&error)
         {
-            tracing::warn!(%error, "the writer lock ends only with its last descriptor");
+            tracing::warn!(%error, "cannot release the writer lock before its last descriptor");
         }
     }
 }

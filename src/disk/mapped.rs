@@ -148,7 +148,7 @@ impl Window for MappedWindow {
         let requested = self.map.advise_range(Advice::WillNeed, start, len);
         if let Err(error) = requested.and_then(|()| self.map.advise_range(Advice::PopulateWrite, start, len))
         {
-            tracing::debug!(file = %self.name, %error, "the log's memory is not brought in ahead");
+            tracing::debug!(file = %self.name, %error, "cannot prefault the memory of the log");
         }
     }
 }

@@ -221,7 +221,7 @@ pub trait Disk: Any + Send + Sync {
 }
 
 /// An open file of a store directory, for reads and writes at given offsets.
-#[expect(clippy::len_without_is_empty, reason = "a file is measured, which can fail; it is no collection")]
+#[expect(clippy::len_without_is_empty, reason = "a file is measured, which can fail; it is not a collection")]
 pub trait DiskFile: Send + Sync {
     /// Returns the file's length in bytes.
     ///

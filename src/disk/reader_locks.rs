@@ -104,7 +104,7 @@ impl Drop for ByteLock {
         if self.file.is_own()
             && let Err(error) = record_locks::unlock(self.file.file(), byte(self.id))
         {
-            tracing::warn!(%error, snapshot = %self.id, "a reader's lock ends only with its last descriptor");
+            tracing::warn!(%error, snapshot = %self.id, "cannot release a reader's lock before its last descriptor");
         }
     }
 }

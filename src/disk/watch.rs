@@ -45,7 +45,7 @@ pub(super) fn watch(path: &Path) -> Box<dyn Watch> {
             Box::new(Subscription { hub, seen })
         }
         Err(error) => {
-            tracing::debug!(%error, path = %path.display(), "no watch here: changes are looked for at a pace");
+            tracing::debug!(%error, path = %path.display(), "cannot watch the folder; polling for changes");
             Box::new(SleepOnlyWatch)
         }
     }
@@ -108,7 +108,7 @@ impl Drop for Hub {
     /// Removes the inotify watch. The removal causes an event, which ends the hub's thread.
     fn drop(&mut self) {
         if let Err(errno) = inotify::remove_watch(&*self.inotify, self.watch) {
-            tracing::debug!(%errno, "the folder was gone before its watch");
+            tracing::debug!(%errno, "cannot remove the watch of a folder");
         }
     }
 }
@@ -128,7 +128,7 @@ fn report(inotify: &OwnedFd, news: &WatchState) {
                 count.is_over = is_over;
             }
             Err(errno) => {
-                tracing::warn!(%errno, "cannot hear of changes");
+                tracing::warn!(%errno, "cannot read change notifications of a folder");
                 count.names += 1;
                 count.is_over = true;
             }

@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn idle_follower_polls_rarely() {
         let hour = Duration::from_secs(3600);
-        // A check takes some 100 us of CPU time, and 300 followers may use a hundredth of a core.
+        // A check takes about 100 us of CPU time, and 300 followers may use a hundredth of a core.
         let allowed = hour.as_micros() / 100 / 300 / 100;
         for is_notified in [true, false] {
             let checks = u128::from(checks(hour, is_notified));

@@ -235,7 +235,7 @@ impl Log {
                         Ok(_) => state.grow_after = None,
                         // If a committer needs the segment now, its own attempt returns this error.
                         Err(error) if error.is_passing() => {
-                            tracing::debug!(%error, "no empty segment was made; it is tried again later");
+                            tracing::debug!(%error, "cannot create an empty segment; will retry");
                             state.grow_after = Some(Instant::now() + GROW_AGAIN_AFTER);
                         }
                         Err(error) => drop(self.fail(error)),

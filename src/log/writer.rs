@@ -257,7 +257,7 @@ impl Log {
         let Some(end) = self.state.lock().closed_end() else { return };
         // A failure leaves the store valid: the next open finds every frame, and frees the space when it closes.
         if let Err(error) = self.pool.shrink(end) {
-            tracing::warn!(%error, "the closed store takes more space than it needs");
+            tracing::warn!(%error, "cannot shrink the log at close");
         }
     }
 

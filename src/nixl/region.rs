@@ -416,7 +416,7 @@ impl<M: Memory> Drop for Registration<M> {
             // SAFETY: the memory is not used again.
             Ok(_) => unsafe { ManuallyDrop::drop(&mut self.memory) },
             // The library may still access the memory, so the memory is leaked.
-            Err(error) => tracing::warn!(%error, "cannot end a registration; its memory stays allocated"),
+            Err(error) => tracing::warn!(%error, "cannot deregister memory; it stays allocated"),
         }
     }
 }

@@ -98,7 +98,11 @@ impl ImageLoader<'_> {
             return Ok(());
         }
         let device = self.device.label();
-        tracing::warn!(device, images = unlike.len(), "the device's sums are not those of the images");
+        tracing::warn!(
+            device,
+            images = unlike.len(),
+            "checksums of images on the device do not match; reading the images again"
+        );
         // This time the images are read from the medium and the host computes the checksums, so only an image that is
         // really damaged causes an error.
         let medium = self.source.on_medium();

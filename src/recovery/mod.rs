@@ -431,7 +431,7 @@ impl Recovery<'_> {
             match self.disk.try_retire(snapshot) {
                 Ok(lock) => locks.push(lock?),
                 Err(error) => {
-                    tracing::warn!(%error, "segments that a reader may need stay for now");
+                    tracing::warn!(%error, "segments that a reader may need are not removed yet");
                     return None;
                 }
             }
@@ -520,7 +520,7 @@ fn check_has_log(survey: &Survey) -> Result<()> {
 fn report_lost_snapshots(survey: &Survey, end: &LogEnd, harmless: &mut Vec<Damage>) {
     for damage in Record(&end.verified).lost(survey) {
         if harmless.iter().all(|known| (known.file, &known.defect) != (damage.file, &damage.defect)) {
-            tracing::warn!(%damage, "a snapshot that was kept is lost");
+            tracing::warn!(%damage, "a retained snapshot is lost");
             harmless.push(damage);
         }
     }

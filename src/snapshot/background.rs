@@ -197,7 +197,7 @@ impl SnapshotLoop {
                     Ok(_) => again = None,
                     // The damaged page may still be rewritten or deleted, after which a snapshot is possible.
                     Err(error) if error.is_passing() || matches!(error, Error::Damaged(_)) => {
-                        tracing::warn!(%error, "no snapshot could be taken; it is tried again later");
+                        tracing::warn!(%error, "cannot take a snapshot; will retry");
                         // Without this delay, the retry would happen at the next batch, gather the same pages, and fail
                         // again.
                         let more = rules.log_bytes.map_or(u64::MAX, |bytes| (bytes / AGAIN_PART).max(1));

@@ -248,7 +248,7 @@ impl Snapshots {
             }
         }
         // Copying the whole page at once takes its full length of memory, but cannot fail because of writes.
-        tracing::debug!(%page, "a long page changes faster than it is gathered: it is gathered whole");
+        tracing::debug!(%page, "a long page changes faster than it is gathered; copying the whole page at once");
         self.gather_chunk(target, &[(page, len)])
     }
 

@@ -146,7 +146,7 @@ impl Snapshots {
                     Ok(true) => self.take_once(catalog, request, true),
                     Ok(false) => Err(full),
                     Err(error) if error.is_passing() => {
-                        tracing::warn!(%error, "the space of deleted pages cannot be given back as yet");
+                        tracing::warn!(%error, "cannot free the space of deleted pages yet");
                         Err(full)
                     }
                     Err(error) => Err(self.poison_unless_harmless(error)),
@@ -209,7 +209,7 @@ impl Snapshots {
                 // The snapshot cannot be verified or recorded now. It is published and therefore valid, but no files
                 // may be recycled for it yet (I7).
                 Err(error) if error.is_passing() => {
-                    tracing::warn!(%error, snapshot = %id, "published; the next snapshot does the rest");
+                    tracing::warn!(%error, snapshot = %id, "published; verification is left to the next snapshot");
                     Ok(catalog.snapshots[&id].info.clone())
                 }
                 Err(error) => Err(self.poison_unless_harmless(error)),

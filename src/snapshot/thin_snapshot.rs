@@ -98,7 +98,7 @@ impl Snapshots {
         let id = kept.info.id;
         tracing::info!(
             snapshot = %id, redo = %redo.lsn, end = %manifest.end, gone = manifest.tombstones.len(),
-            "no space for images: a snapshot says what was deleted"
+            "published a snapshot of deletions only, because the disk has no space for images"
         );
         self.unverified.push(WrittenSnapshot {
             snapshot: id,

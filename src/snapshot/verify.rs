@@ -229,7 +229,7 @@ impl Snapshots {
                 Err(error) => Err(self.engine.poison.set(error)),
             };
             if let Err(error) = &finished {
-                tracing::error!(%error, "a snapshot that is published cannot be verified");
+                tracing::error!(%error, "a published snapshot cannot be verified");
             }
             let mut queue = self.unverified.queue.lock();
             // After a shortage of memory or disk space, the next snapshot also verifies this one.

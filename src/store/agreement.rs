@@ -126,7 +126,7 @@ struct PageDigests {
 }
 
 impl PageDigests {
-    /// Returns the digest of each page, which takes the host some 7 us per page.
+    /// Returns the digest of each page, which takes the host about 7 us per page.
     fn of_pages(&self, key: &[u8]) -> Result<Vec<Digest>> {
         let mut digests = Vec::new();
         make_room(&mut digests, self.pages.len())?;

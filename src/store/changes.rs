@@ -11,7 +11,7 @@ impl Store {
     /// Returns a stream of the changes that each batch makes from now on: the changed pages, the changed bytes, and the
     /// kinds of change. A batch is reported after it is applied.
     ///
-    /// Batches never wait for the stream. A subscriber that falls behind by some 65,000 changes receives
+    /// Batches never wait for the stream. A subscriber that falls behind by about 65,000 changes receives
     /// [`ChangeEvent::Lagged`] instead of the batches that it missed. A restore replaces all pages, so it is also
     /// reported as [`ChangeEvent::Lagged`].
     ///

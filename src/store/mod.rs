@@ -215,7 +215,7 @@ impl Store {
         if options.snapshots.is_enabled() {
             // A failure that poisoned the store is returned at the end of this function.
             if let Err(error) = snapshots.take_at_close() {
-                tracing::warn!(%error, "no snapshot at the close");
+                tracing::warn!(%error, "cannot take a snapshot at close");
             }
         }
         drop(self);

@@ -239,7 +239,7 @@ fn servers_that_ignore_conditions_are_detected() {
 
 #[test]
 #[ignore = "needs an object store; .ci/nightly/archive starts some"]
-fn real_server_writers_never_fork() {
+fn real_server_prevents_forks() {
     let variable = |name: &str| std::env::var(name).unwrap_or_else(|_| panic!("{name} is not set"));
     let url = variable("REMANENT_ARCHIVE_URL");
     let writers: u64 = variable("REMANENT_ARCHIVE_WRITERS").parse().unwrap();

@@ -104,7 +104,7 @@ impl Drop for Stream {
         // SAFETY: the context is current, and the handle is not used again; the driver lets queued work
         // finish first.
         if let Err(code) = unsafe { entered.destroy_stream(self.raw) } {
-            tracing::warn!(%code, "a stream could not be given back");
+            tracing::warn!(%code, "cannot destroy a stream");
         }
     }
 }
@@ -220,7 +220,7 @@ impl Drop for Backoff {
         if self.slack.is_some()
             && let Err(error) = set_current_timer_slack(self.slack)
         {
-            tracing::debug!(%error, "a thread keeps short naps");
+            tracing::debug!(%error, "cannot restore the timer slack of a thread");
         }
     }
 }

@@ -72,7 +72,7 @@ impl Context {
         let driver = Driver::get()?;
         let count = driver.count().map_err(|code| code.to_string())?;
         if ordinal >= count {
-            return Err(format!("the CUDA driver knows {count} GPUs, numbered from 0"));
+            return Err(format!("the CUDA driver lists {count} GPUs, numbered from 0"));
         }
         let context: &'static Self = Box::leak(Box::new(Self::make(driver, ordinal)?));
         contexts.insert(ordinal, context);

@@ -89,7 +89,7 @@ impl Drop for CudaEvent {
         // SAFETY: the context is current, the handle is not used again, and a stream that waits for the event
         // has already captured its point.
         if let Err(code) = unsafe { entered.destroy_event(self.raw) } {
-            tracing::warn!(%code, "an event could not be given back");
+            tracing::warn!(%code, "cannot destroy an event");
         }
     }
 }

@@ -206,7 +206,7 @@ impl Drop for Timeline {
     fn drop(&mut self) {
         let lists = std::mem::take(self.queue.get_mut());
         if let Err(error) = self.drain() {
-            tracing::warn!(%error, "a lane stopped: the memory of its lists stays allocated");
+            tracing::warn!(%error, "a lane stopped; the memory of its lists stays allocated");
             lists.into_iter().for_each(std::mem::forget);
         }
     }

@@ -120,7 +120,7 @@ impl DeviceBlock {
 impl Drop for DeviceBlock {
     fn drop(&mut self) {
         if let Err(error) = self.give_back() {
-            tracing::warn!(%error, "memory could not be given back");
+            tracing::warn!(%error, "cannot free device memory");
         }
     }
 }

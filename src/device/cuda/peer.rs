@@ -27,7 +27,12 @@ pub(super) fn reaches(reader: &'static Context, owner: &'static Context) -> Resu
         return Ok(*known);
     }
     let answer = open(reader, owner)?;
-    tracing::debug!(reader = reader.ordinal, owner = owner.ordinal, answer, "asked for a way between GPUs");
+    tracing::debug!(
+        reader = reader.ordinal,
+        owner = owner.ordinal,
+        answer,
+        "checked for a direct path between GPUs"
+    );
     pairs.insert(pair, answer);
     Ok(answer)
 }

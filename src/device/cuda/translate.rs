@@ -430,7 +430,7 @@ fn all_below(indices: &[u8], bound: u64) -> bool {
 /// Returns the number of elements in `len` bytes. Panics if the last element is incomplete.
 fn elements(len: u64, width: Width) -> u64 {
     let width = width.bytes() as u64;
-    assert_eq!(len % width, 0, "{len} bytes are no whole number of elements");
+    assert_eq!(len % width, 0, "{len} bytes are not a whole number of elements");
     len / width
 }
 

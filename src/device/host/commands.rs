@@ -255,7 +255,7 @@ pub(super) fn index_of(bytes: &[u8]) -> usize {
 
 /// Returns the number of elements in `len` bytes. Panics if the last element is incomplete.
 pub(super) fn elements(len: usize, width: Width) -> usize {
-    assert_eq!(len % width.bytes(), 0, "{len} bytes are no whole number of elements");
+    assert_eq!(len % width.bytes(), 0, "{len} bytes are not a whole number of elements");
     len / width.bytes()
 }
 

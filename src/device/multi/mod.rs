@@ -294,7 +294,7 @@ impl MultiDevice {
     fn release_all(&self, memory: Vec<DeviceAddress>) {
         for DeviceAddress { part, memory } in memory {
             if let Err(error) = self.parts[part].release(memory) {
-                tracing::warn!(%error, "cannot give memory back that a list used");
+                tracing::warn!(%error, "cannot release the memory of a list");
             }
         }
     }

@@ -147,7 +147,7 @@ impl SegmentPool {
         self.disk
             .free_bytes()
             .unwrap_or_else(|error| {
-                tracing::debug!(%error, "the file system does not say how much space is free");
+                tracing::debug!(%error, "the file system does not report its free space");
                 None
             })
             .unwrap_or(u64::MAX)

@@ -112,7 +112,7 @@ impl SegmentPool {
             Ok(()) => spares.add(Spare { number, len: opening.len }),
             Err(error) if error.is_no_space() => self.remove_unfinished(temporary),
             Err(error) => {
-                tracing::warn!(%error, "cannot take an opening segment back; the next open removes it")
+                tracing::warn!(%error, "cannot turn an unused opening segment into a spare; the next open removes it")
             }
         }
     }

@@ -89,7 +89,7 @@ impl Arena {
         match self.try_register(file, staging) {
             Ok(registered) => registered,
             Err(error) => {
-                tracing::debug!(%error, "an image file stays without registered memory");
+                tracing::debug!(%error, "cannot register the memory of an image file");
                 if matches!(error, Error::Refused(Refused::Memory { .. })) {
                     self.files.is_refused.store(true, Ordering::Relaxed);
                 }
@@ -171,7 +171,7 @@ impl RegisteredFile {
         let Some(memory) = state.memory.take() else { return false };
         let device = &self.arena.device;
         if state.is_end_unknown {
-            tracing::warn!("a file's memory stays registered: its last use is not known to be over");
+            tracing::warn!("the memory of a file stays registered, because its last use may not have ended");
             return false;
         }
         let ended = state.last_uses.into_iter().try_for_each(|fence| device.wait(fence));

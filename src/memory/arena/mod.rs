@@ -330,7 +330,7 @@ impl Arena {
     pub fn discard_all(&self, memory: impl IntoIterator<Item = PageMemory>) {
         for page in memory {
             if let Err(error) = self.discard(page) {
-                tracing::warn!(%error, "cannot give page memory back");
+                tracing::warn!(%error, "cannot release page memory");
             }
         }
     }

@@ -72,7 +72,7 @@ impl Drop for PageMemory {
                 memory = self.memory.0,
                 place = %self.place(),
                 len = self.len,
-                "page memory dropped without being given back: it stays allocated and in the budget"
+                "page memory was dropped without being released; it stays allocated and counts in the budget"
             );
         }
     }

@@ -283,13 +283,13 @@ fn decide(headers: &[Header]) -> Result<u64, String> {
     let first = headers[0];
     for (rank, header) in headers.iter().enumerate() {
         if !header.takes_part {
-            return Err(format!("rank {rank} takes no part"));
+            return Err(format!("rank {rank} does not participate"));
         }
         if (header.bytes, header.fingerprint) != (first.bytes, first.fingerprint) {
-            return Err(format!("rank {rank} has other pages than rank 0"));
+            return Err(format!("the pages of rank {rank} differ from those of rank 0"));
         }
         if header.is_always != first.is_always {
-            return Err(format!("rank {rank} has another mode than rank 0"));
+            return Err(format!("the mode of rank {rank} differs from that of rank 0"));
         }
     }
     if !first.is_always && first.bytes < BYTES_MIN {
@@ -314,10 +314,10 @@ mod tests {
         let shorter = Header { round_len: 1000, ..header };
         assert_eq!(decide(&[header, shorter, header]), Ok(1000));
         let others = [
-            (Header { takes_part: false, ..header }, "rank 1 takes no part"),
-            (Header { fingerprint: [2; 16], ..header }, "rank 1 has other pages than rank 0"),
-            (Header { bytes: BYTES_MIN + 1, ..header }, "rank 1 has other pages than rank 0"),
-            (Header { is_always: true, ..header }, "rank 1 has another mode than rank 0"),
+            (Header { takes_part: false, ..header }, "rank 1 does not participate"),
+            (Header { fingerprint: [2; 16], ..header }, "the pages of rank 1 differ from those of rank 0"),
+            (Header { bytes: BYTES_MIN + 1, ..header }, "the pages of rank 1 differ from those of rank 0"),
+            (Header { is_always: true, ..header }, "the mode of rank 1 differs from that of rank 0"),
         ];
         for (other, reason) in others {
             assert_eq!(decide(&[header, other]), Err(reason.to_owned()));

@@ -67,7 +67,7 @@ fn live(scrub: &Scrub, interval: Duration) {
             Ok(_) => {}
             // Nothing was changed. The next pass will find the damage again, and shortages are transient.
             Err(error) if error.is_passing() || matches!(error, Error::Damaged(_)) => {
-                tracing::warn!(%error, "a scrub failed; it is tried again later");
+                tracing::warn!(%error, "a scrub failed and will be retried");
             }
             // The store is closing, or it is poisoned and reports the reason itself.
             Err(_) => return,

@@ -135,7 +135,7 @@ pub(super) struct Node {
     pub(super) lost: BTreeSet<usize>,
     /// Whether a failed sync has marked the length as clean. No later sync writes the length.
     pub(super) length_lost: bool,
-    /// Whether the medium contains other bytes than it reported as written.
+    /// Whether the medium contains bytes other than those that it reported as written.
     pub(super) differs_from_report: bool,
     /// Whether the file has or had a name on another disk. Such a file must not be written any more: the other
     /// simulated disk has a copy of the file, whereas both names would refer to the same file in a real file system.

@@ -267,7 +267,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         {
             return Err(Error::Unavailable(Unavailable::Place {
                 place,
-                reason: "device slots go from 0 to 63",
+                reason: "device slots are numbered from 0 to 63",
             }));
         }
         Ok(())
@@ -335,7 +335,7 @@ fn check_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(), String> {
     let width = width.bytes();
     let count = bytes.len() / width;
     if !bytes.len().is_multiple_of(width) {
-        return Err(format!("{} bytes are no whole number of elements of {width} bytes", bytes.len()));
+        return Err(format!("{} bytes are not a whole number of elements of {width} bytes", bytes.len()));
     }
     if mask.len() != count.div_ceil(8) {
         return Err(format!(

@@ -108,7 +108,7 @@ impl DiskOps {
     /// Returns whether both values contain the same operations and pages.
     ///
     /// The elements are compared one by one. Comparing two empty slices directly compiles to a call that reads nothing
-    /// at a dangling address, which takes some 30 ns on processors with masked loads.
+    /// at a dangling address, which takes about 30 ns on processors with masked loads.
     pub fn is_same(&self, other: &Self) -> bool {
         self.on_disk.iter().eq(&other.on_disk)
             && self.to_disk.iter().eq(&other.to_disk)

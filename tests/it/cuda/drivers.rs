@@ -89,7 +89,7 @@ fn unusable_driver_is_an_error() {
             "the CUDA driver has version 11.8, but 12.4 is required",
             init(0) + &version(11_080) + &count(1) + &rest,
         ),
-        ("the CUDA driver knows 0 GPUs", init(0) + &version(12_040) + &count(0) + &rest),
+        ("the CUDA driver lists 0 GPUs", init(0) + &version(12_040) + &count(0) + &rest),
         ("cuDeviceGet: unknown (999)", init(0) + &version(12_040) + &count(1) + &rest),
     ];
     for (reason, source) in rows {

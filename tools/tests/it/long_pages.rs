@@ -111,7 +111,7 @@ fn import_needs_memory_for_one_copy_of_a_tensor() {
     assert_eq!((&imported["created"], &imported["is_new"]), (&json!(1), &json!(true)), "{imported}");
     assert_eq!(import(1)["is_new"], json!(false));
 
-    // More changes than are held in memory: one element in three over some 50 MiB.
+    // More changes than are held in memory: one element in three over about 50 MiB.
     let mut part: Vec<u8> = vec![0; 51 << 20];
     part.iter_mut().step_by(3).for_each(|byte| *byte = 7);
     file.write_all_at(&part, head.len() as u64).unwrap();

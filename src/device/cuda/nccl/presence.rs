@@ -44,7 +44,7 @@ impl Presence {
                 return Err(NcclError::RankTaken { rank });
             }
             Err(error) => {
-                tracing::debug!(%error, rank, "other ranks cannot find out whether this one exists");
+                tracing::debug!(%error, rank, "other ranks cannot detect whether this rank exists");
                 None
             }
         };

@@ -191,7 +191,7 @@ impl NcclRank {
         match threads::start("remanent-nccl", work) {
             Ok(_detached) => {
                 if is_done.recv_timeout(limit) == Err(mpsc::RecvTimeoutError::Timeout) {
-                    tracing::warn!(rank, "a communicator is not free before other ranks end theirs");
+                    tracing::warn!(rank, "a communicator is freed only after other ranks free theirs");
                 }
             }
             Err(error) => {

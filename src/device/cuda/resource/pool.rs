@@ -219,7 +219,7 @@ impl<R: MemoryResource> Drop for Pool<R> {
     /// be in use.
     fn drop(&mut self) {
         if let Err(error) = self.trim() {
-            tracing::warn!(%error, "memory could not be given back to the driver");
+            tracing::warn!(%error, "cannot return memory to the driver");
         }
         let still_reserved = *self.counts.reserved_bytes.get_mut();
         if still_reserved > 0 {

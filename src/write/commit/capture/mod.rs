@@ -319,7 +319,7 @@ impl Committer {
         let len = memory.byte_len();
         // Changes are found by elements, so the copy must be a whole number of elements and aligned to them.
         if !len.is_multiple_of(width.bytes() as u64) {
-            let reason = format!("that is no whole number of elements of {} bytes", width.bytes());
+            let reason = format!("its length is not a whole number of elements of {} bytes", width.bytes());
             return Err(Error::Refused(Refused::Memory { len, reason }));
         }
         if memory.address().is_some_and(|address| !address.is_multiple_of(width.bytes() as u64)) {

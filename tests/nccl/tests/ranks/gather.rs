@@ -198,7 +198,7 @@ fn differing_replicas_load_all_pages_themselves() {
     each(&communicators, &replicas, |communicator, replica| {
         let store = replica.open(communicator, GatherMode::Always).unwrap();
         let report = report(&store);
-        assert_eq!(report.stopped.as_deref(), Some("rank 1 has other pages than rank 0"));
+        assert_eq!(report.stopped.as_deref(), Some("the pages of rank 1 differ from those of rank 0"));
         assert_eq!(report.received_pages, 0);
         replica.check(&store);
     });
@@ -236,7 +236,7 @@ fn rank_without_memory_for_a_round_stops_the_exchange() {
     let communicators = ground.join(2, PATIENCE);
     let on_gpu = shared().1;
     each(&communicators, &replicas, |communicator, replica| {
-        for (left, stopped) in [(1 << 20, Some("rank 1 takes no part")), (3 << 20, None)] {
+        for (left, stopped) in [(1 << 20, Some("rank 1 does not participate")), (3 << 20, None)] {
             let memory = MemoryOptions::new().gather(communicator, GatherMode::Always);
             let memory = if communicator.rank() == 1 { memory.budget(GPU, on_gpu + left) } else { memory };
             let options = options_of(communicator.gpu(), Compression::Off).memory(memory);
@@ -258,7 +258,7 @@ fn open_that_fails_or_creates_is_noticed_at_once() {
         each(&communicators, &replicas, |communicator, replica| {
             if communicator.rank() == 0 {
                 let store = replica.open(communicator, GatherMode::Always).unwrap();
-                assert_eq!(report(&store).stopped.as_deref(), Some("rank 1 takes no part"));
+                assert_eq!(report(&store).stopped.as_deref(), Some("rank 1 does not participate"));
                 replica.check(&store);
                 return;
             }

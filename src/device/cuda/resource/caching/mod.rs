@@ -229,7 +229,7 @@ impl<R: MemoryResource> Drop for CachingMemory<R> {
     /// allocated, because they may still be in use.
     fn drop(&mut self) {
         if let Err(error) = self.trim() {
-            tracing::warn!(%error, "memory could not be given back to the driver");
+            tracing::warn!(%error, "cannot return memory to the driver");
         }
         let still_reserved = self.state.get_mut().stats.reserved_bytes;
         if still_reserved > 0 {
