@@ -361,11 +361,11 @@ class Checkpointer:
             if is_left:
                 _refuse_capture()
                 return self._left.add(step, self._reading or reading, began, self._wait_archived)
+            tree, captured, tensors = self._checked(name)
             replicas, every = self._replicas, self._compare_every
             if replicas is not None and every is not None:
                 save = self._saves
-                self._waited(lambda: self._compare_if_due(replicas, every, save))
-            tree, captured, tensors = self._checked(name)
+                self._waited(lambda: self._compare_if_due(replicas, every, save, tree, captured + tensors))
             passage = self._room.begin(tensors)
             capture = Capture(self._copies, captured)
             note = note or f"step {step}"
@@ -415,7 +415,7 @@ class Checkpointer:
             raise
         return saved
 
-    def _compare_if_due(self, replicas: Replicas, every: int, save: int) -> None:
+    def _compare_if_due(self, replicas: Replicas, every: int, save: int, tree: str, tensors: list[Extent]) -> None:
         """Compares the parameters and the optimizer state of replicas at every nth save. Runs on the worker thread of all
         ranks, even of those whose caller has left the call."""
         self._uncompared += 1
@@ -424,13 +424,9 @@ class Checkpointer:
             return
 
         def trained() -> list[Extent]:
-            _refuse_modes()
-            found: dict[str, torch.Tensor] = {}
-            state = {name: part.state_dict() for name, part in self._parts.items() if name in ("model", "optimizer")}
-            sharded = {name for kind, name, _ in tensors_in(json.loads(flatten_state(state, found, of_rank=True)))
-                       if kind == "dtensor"}
+            sharded = {name for kind, name, _ in tensors_in(json.loads(tree)) if kind == "dtensor"}
             names = TrainedNames(self._parts)
-            return extents_there({name: each for name, each in found.items() if name in names and name not in sharded})
+            return [each for each in tensors if each.name in names and each.name not in sharded]
 
         replicas.compare(trained)
         # After a failure, the next save compares again.
