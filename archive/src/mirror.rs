@@ -141,7 +141,8 @@ async fn append<B: Bucket, N: Nonces>(
         line.append_catalog(directory, &[], Some(new)).await?;
         pushed.named += 1;
     }
-    directory.record_named(&directory.name_changes(line.catalog()).common)?;
+    let common = directory.name_changes(line.catalog()).common;
+    directory.record_names(line.catalog(), &common, directory.has_lost_snapshots())?;
     let Some(snapshot) = snapshot else { return Ok(()) };
     if !snapshot.follows_gap {
         line.upload_ahead(directory, &line.missing_parts(&snapshot.parts)).await?;

@@ -96,6 +96,30 @@ def test_named_snapshots_survive_loss_of_the_directory(tmp_path: Path) -> None:
             assert view["k"] == b"2"
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_names_may_be_given_up_while_others_are_archived(tmp_path: Path, is_killed: bool) -> None:
+    url = _url(tmp_path / "bucket")
+    code = f"""
+import os, remanent, signal
+options = {{"archive": {{"url": {url!r}, "interval": 0.01}}, "retention": {{"snapshots_kept": 1}}}}
+store = remanent.Store({os.fspath(tmp_path / "store")!r}, **options)
+for number in range(40):
+    store["k"] = bytes([number]) * 200_000
+    store.snapshot(f"n{{number}}")
+    if number >= 2:
+        store.prune(give_up=[f"n{{number - 2}}"])
+os.kill(os.getpid(), signal.SIGKILL) if {is_killed} else store.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == (-9 if is_killed else 0), done.stderr.decode()
+    with remanent.Store(tmp_path / "store", archive={"url": url}) as store:
+        assert store.wait_archived(store.snapshots()[-1], timeout=60)
+    shutil.rmtree(tmp_path / "store")
+    _restore(url, tmp_path / "restored")
+    with remanent.Store(tmp_path / "restored", archive={"url": url}) as store:
+        assert [info.name for info in store.snapshots() if info.name is not None] == ["n38", "n39"]
+
+
 def test_open_without_the_archive_is_refused(tmp_path: Path) -> None:
     url = _url(tmp_path / "bucket")
     with remanent.Store(tmp_path / "store", archive={"url": url}) as store:

@@ -28,8 +28,8 @@ impl Uploader<'_> {
         let common = self.name_changes().common;
         self.progress.set_named(common.iter().copied());
         if self.has_lost_snapshots {
-            // Lost snapshots are no longer recorded as common, so a later open does not treat them as given up.
-            self.directory.record_named(&common)?;
+            // A later open, which knows nothing of the loss, must not take them for given up.
+            self.directory.record_names(self.line.catalog(), &common, true)?;
         }
         Ok(())
     }
@@ -88,7 +88,7 @@ impl Uploader<'_> {
     fn record_names(&mut self) -> Result<(), Failure> {
         let common = self.name_changes().common;
         self.progress.set_named(common.iter().copied());
-        Ok(self.directory.record_named(&common)?)
+        Ok(self.directory.record_names(self.line.catalog(), &common, false)?)
     }
 
     /// Returns the oldest named snapshot that the archive lacks, or `None` if it cannot be archived yet because its
@@ -124,6 +124,8 @@ impl Uploader<'_> {
             self.bucket.block_on(self.line.upload_ahead(&self.directory, missing))?;
             self.append_runs_if_due(&mut begun)?;
         }
+        // Recorded first: the name may be given up before the outcome of the append is known.
+        self.directory.record_name_ahead(snapshot)?;
         let append = self.line.append_catalog(&self.directory, given_up, Some(&named));
         if let Some(appended) = self.bucket.block_on(append)? {
             self.note(&appended);

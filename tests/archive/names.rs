@@ -1,6 +1,7 @@
 //! Named snapshots of archived stores.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::time::Duration;
 
 use remanent::error::ArchiveErrorKind;
@@ -168,4 +169,60 @@ fn waits_end_while_bucket_is_unreachable() {
     assert!(store.wait_archived(b, None).unwrap());
     assert_eq!(bed.restored_names("restored"), steps([("b", 2)]));
     assert_eq!(step_of(&store), 2);
+}
+
+/// Names are given up while newer snapshots are being archived. A later open must know all of them.
+#[test]
+fn names_may_be_given_up_during_archiving() {
+    let bed = Bed::new();
+    for life in 0..3 {
+        let store = bed.open();
+        let pages = pages(&store);
+        for number in 0..30 {
+            step(&store, &pages).unwrap();
+            name(&store, &format!("{life} {number}"));
+            if number > 1 {
+                store.prune(&store.retention().give_up(format!("{life} {}", number - 2))).unwrap();
+            }
+        }
+        store.close().unwrap();
+    }
+    let store = bed.open();
+    let kept: Vec<SnapshotId> =
+        store.snapshots().iter().filter(|info| info.name.is_some()).map(|info| info.id).collect();
+    for id in kept {
+        assert!(store.wait_archived(id, None).unwrap());
+    }
+    archive_steps(&store, &pages(&store), 1);
+    store.close().unwrap();
+    let names = bed.restored_names("restored");
+    let expected: Vec<String> =
+        (0..3).flat_map(|life| (28..30).map(move |number| format!("{life} {number}"))).collect();
+    assert_eq!(names.keys().cloned().collect::<Vec<_>>(), expected);
+}
+
+/// The archive keeps a named snapshot that the directory lost through damage, whenever the store is opened.
+#[test]
+fn archive_keeps_lost_named_snapshots() {
+    let bed = Bed::new();
+    let store = bed.open();
+    let pages = pages(&store);
+    archive_steps(&store, &pages, 2);
+    let lost = name(&store, "lost");
+    assert!(store.wait_archived(lost, None).unwrap());
+    archive_steps(&store, &pages, 2);
+    archive_name(&store, "kept");
+    store.close().unwrap();
+    fs::remove_file(bed.store().join("snapshots").join(format!("{:016x}.manifest", lost.0))).unwrap();
+    for _ in 0..3 {
+        let store = bed.open();
+        assert!(!store.snapshots().iter().any(|info| info.id == lost));
+        archive_steps(&store, &pages, 1);
+        archive_name(&store, &format!("after {}", step_of(&store)));
+        store.close().unwrap();
+    }
+    assert_eq!(
+        bed.restored_names("restored"),
+        steps([("after 5", 5), ("after 6", 6), ("after 7", 7), ("kept", 4), ("lost", 2)])
+    );
 }

@@ -200,7 +200,9 @@ impl LocalStore for ArchivedDirectory {
     }
 
     fn knows_name(&self, kept: &KeptSnapshot) -> bool {
-        self.record.borrow().named.contains(&kept.snapshot)
+        let record = self.record.borrow();
+        record.named.contains(&kept.snapshot)
+            || record.lost.contains(&kept.snapshot)
             || self.names_at_open.get(&kept.snapshot) == Some(&kept.name)
     }
 

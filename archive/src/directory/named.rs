@@ -50,13 +50,17 @@ impl ArchivedDirectory {
     #[must_use]
     pub fn name_changes(&self, catalog: &[KeptSnapshot]) -> NameChanges {
         let named: BTreeSet<SnapshotId> = self.named_ids().collect();
-        let is_complete = self.survey.links.values().all(Result::is_ok);
-        self.name_changes_of(catalog, is_complete, |kept| named.contains(&kept.snapshot))
+        self.name_changes_of(catalog, !self.has_lost_snapshots(), |kept| named.contains(&kept.snapshot))
+    }
+
+    /// Returns true if the manifest of a snapshot of the closed store is damaged.
+    pub(crate) fn has_lost_snapshots(&self) -> bool {
+        self.survey.links.values().any(Result::is_err)
     }
 
     /// Compares the named snapshots of the directory, for which `has` returns true, with those of the archive.
-    /// `is_complete` states that the directory has lost no snapshot. A name counts as given up only if `is_complete` is
-    /// true and the directory had the snapshot before.
+    /// `is_complete` states that the directory has lost no snapshot now. A name counts as given up only if `is_complete`
+    /// is true, and if the directory had the snapshot before and has not lost it.
     #[must_use]
     pub fn name_changes_of(
         &self,
@@ -73,17 +77,49 @@ impl ArchivedDirectory {
         }
     }
 
-    /// Records in ARCHIVE the named snapshots that both the directory and the archive contain. Returns after the record
-    /// is durable.
+    /// Records in ARCHIVE which named snapshots of the archive the directory contains (those in `common`), contained
+    /// until their names were given up, or has lost. If `has_lost` is true, those that it lacks are lost. Without this
+    /// record, a snapshot that the directory lacks is one that it never had (rule 5). Returns after the record is
+    /// durable.
     ///
     /// # Errors
     /// Returns the error of writing to the disk.
-    pub fn record_named(&self, named: &[SnapshotId]) -> io::Result<()> {
+    pub fn record_names(
+        &self,
+        catalog: &[KeptSnapshot],
+        common: &[SnapshotId],
+        has_lost: bool,
+    ) -> io::Result<()> {
         let mut record = self.record.borrow_mut();
-        if record.named == named {
+        let (mut named, mut lost) = (Vec::new(), Vec::new());
+        for id in catalog.iter().map(|kept| kept.snapshot) {
+            let was_named = record.named.contains(&id);
+            if common.contains(&id) || (was_named && !has_lost) {
+                named.push(id);
+            } else if was_named || record.lost.contains(&id) {
+                lost.push(id);
+            }
+        }
+        if record.named == named && record.lost == lost {
             return Ok(());
         }
-        let new = ArchiveRecord { named: named.to_vec(), ..record.clone() };
+        let new = ArchiveRecord { named, lost, ..record.clone() };
+        new.publish(&self.files)?;
+        *record = new;
+        Ok(())
+    }
+
+    /// Records a named snapshot before it is added to the catalog of the archive. Returns after the record is durable.
+    ///
+    /// # Errors
+    /// Returns the error of writing to the disk.
+    pub fn record_name_ahead(&self, snapshot: SnapshotId) -> io::Result<()> {
+        let mut record = self.record.borrow_mut();
+        if record.named.contains(&snapshot) {
+            return Ok(());
+        }
+        let mut new = record.clone();
+        new.named.push(snapshot);
         new.publish(&self.files)?;
         *record = new;
         Ok(())

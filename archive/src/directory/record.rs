@@ -25,7 +25,7 @@ const NAMED_MAX: usize = 1 << 16;
 const URL_LEN_MAX: usize = 4096;
 const LEN_MAX: u64 = (ArchiveFileRaw::LEN
     + ENTRIES_MAX * (FenceRecordRaw::LEN + ArchivedBatchRaw::LEN)
-    + NAMED_MAX * SnapshotId::SIZE
+    + 2 * NAMED_MAX * SnapshotId::SIZE
     + URL_LEN_MAX) as u64;
 
 layout! {
@@ -41,14 +41,16 @@ layout! {
         16 => store: StoreId,
         /// Number of batches.
         32 => batches: u32,
-        /// CRC-32 of the fences, batches, named snapshots and URL, which follow the header.
+        /// CRC-32 of the fences, batches, named and lost snapshots and URL, which follow the header.
         36 => body_crc: u32,
         /// Number of named snapshots.
         40 => named: u32,
         /// Length of the URL in bytes, or zero.
         44 => url_len: u32,
+        /// Number of lost named snapshots.
+        48 => lost: u32,
         /// Reserved, always zero.
-        48 => reserved: [u8; 12],
+        52 => reserved: [u8; 8],
         /// CRC-32 of the preceding bytes.
         60 => header_crc: u32,
     }
@@ -88,13 +90,16 @@ pub(super) struct ArchiveRecord {
     /// Named snapshots that both the directory and the archive contained. If the directory now lacks one, its name was
     /// given up.
     pub named: Vec<SnapshotId>,
+    /// Named snapshots that both contained, and that the directory has lost through damage. The archive keeps them.
+    pub lost: Vec<SnapshotId>,
     /// URL of the archive without which the store must not be opened for writing, or an empty string.
     pub url: String,
 }
 
 impl ArchiveRecord {
     pub fn new(store: StoreId) -> Self {
-        Self { store, fences: Vec::new(), batches: Vec::new(), named: Vec::new(), url: String::new() }
+        let (fences, batches, named, lost) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { store, fences, batches, named, lost, url: String::new() }
     }
 
     /// Reads the file. Returns a record without entries if the file does not exist.
@@ -111,7 +116,7 @@ impl ArchiveRecord {
     pub fn publish(&self, files: &StoreFiles) -> io::Result<()> {
         if self.fences.len() > ENTRIES_MAX
             || self.batches.len() > ENTRIES_MAX
-            || self.named.len() > NAMED_MAX
+            || self.named.len().max(self.lost.len()) > NAMED_MAX
             || self.url.len() > URL_LEN_MAX
         {
             return Err(invalid("too many entries for ARCHIVE"));
@@ -139,7 +144,8 @@ impl ArchiveRecord {
         for batch in &self.batches {
             body.extend_from_slice(&ArchivedBatchRaw { batch: *batch, reserved: 0 }.to_bytes());
         }
-        self.named.iter().for_each(|snapshot| body.extend_from_slice(&snapshot.0.to_le_bytes()));
+        let snapshots = self.named.iter().chain(&self.lost);
+        snapshots.for_each(|snapshot| body.extend_from_slice(&snapshot.0.to_le_bytes()));
         body.extend_from_slice(self.url.as_bytes());
         let mut raw = ArchiveFileRaw {
             magic: MAGIC,
@@ -150,7 +156,8 @@ impl ArchiveRecord {
             body_crc: crc32fast::hash(&body),
             named: self.named.len() as u32,
             url_len: self.url.len() as u32,
-            reserved: [0; 12],
+            lost: self.lost.len() as u32,
+            reserved: [0; 8],
             header_crc: 0,
         };
         raw.header_crc = crc32fast::hash(&raw.to_bytes()[..60]);
@@ -164,9 +171,9 @@ impl ArchiveRecord {
         let (header, body) = bytes.split_first_chunk::<{ ArchiveFileRaw::LEN }>().ok_or("length")?;
         let raw = ArchiveFileRaw::from_bytes(header);
         let (fences, batches, named) = (raw.fences as usize, raw.batches as usize, raw.named as usize);
-        let url_len = raw.url_len as usize;
+        let (lost, url_len) = (raw.lost as usize, raw.url_len as usize);
         let is_count_valid =
-            fences <= ENTRIES_MAX && batches <= ENTRIES_MAX && named <= NAMED_MAX && url_len <= URL_LEN_MAX;
+            fences.max(batches) <= ENTRIES_MAX && named.max(lost) <= NAMED_MAX && url_len <= URL_LEN_MAX;
         let len = |fences, batches, named| {
             FenceRecordRaw::LEN * fences + ArchivedBatchRaw::LEN * batches + SnapshotId::SIZE * named
         };
@@ -175,8 +182,8 @@ impl ArchiveRecord {
             (raw.header_crc == crc32fast::hash(&header[..60]), "header checksum"),
             (raw.version == VERSION, "version"),
             (is_count_valid, "number of entries"),
-            (raw.reserved == [0; 12], "reserved bytes"),
-            (is_count_valid && body.len() == len(fences, batches, named) + url_len, "length"),
+            (raw.reserved == [0; 8], "reserved bytes"),
+            (is_count_valid && body.len() == len(fences, batches, named + lost) + url_len, "length"),
             (raw.body_crc == crc32fast::hash(body), "checksum"),
         ] {
             if !is_right {
@@ -186,7 +193,7 @@ impl ArchiveRecord {
         let mut record = Self::new(raw.store);
         let (of_fences, rest) = body.split_at(len(fences, 0, 0));
         let (of_batches, rest) = rest.split_at(len(0, batches, 0));
-        let (of_named, url) = rest.split_at(len(0, 0, named));
+        let (of_snapshots, url) = rest.split_at(len(0, 0, named + lost));
         record.url = std::str::from_utf8(url).map_err(|_| "URL")?.to_owned();
         for entry in of_fences.chunks_exact(FenceRecordRaw::LEN) {
             let raw = FenceRecordRaw::from_bytes(entry.try_into().map_err(|_| "length")?);
@@ -203,13 +210,14 @@ impl ArchiveRecord {
             }
             record.batches.push(raw.batch);
         }
-        for entry in of_named.chunks_exact(SnapshotId::SIZE) {
+        for entry in of_snapshots.chunks_exact(SnapshotId::SIZE) {
             let snapshot: SnapshotId = Field::get(entry);
             if snapshot.0 > NUMBER_MAX {
                 return Err("named snapshot");
             }
             record.named.push(snapshot);
         }
+        record.lost = record.named.split_off(named);
         Ok(record)
     }
 }
@@ -228,6 +236,7 @@ mod tests {
             fences: vec![fence(4, true), fence(9, false)],
             batches: vec![BatchPoint { incarnation, lsn: Lsn(12), chain: 77 }],
             named: vec![SnapshotId(3), SnapshotId(8)],
+            lost: vec![SnapshotId(5)],
             url: "s3://bucket/run-7".to_owned(),
         }
     }
