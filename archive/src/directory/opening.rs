@@ -52,7 +52,7 @@ impl RestoredState<'_> {
         let batches = vec![end.batch];
         let named = named.iter().map(|named| named.snapshot).collect();
         let url = self.url.filter(|_| end.follows_open_store).unwrap_or_default().to_owned();
-        let record = ArchiveRecord { store: store.store, fences, batches, named, url };
+        let record = ArchiveRecord { fences, batches, named, url, ..ArchiveRecord::new(store.store) };
         record.publish(self.files)?;
         // Step 4.
         self.files.publish(FileName::Store, &store_bytes)
