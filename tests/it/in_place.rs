@@ -215,7 +215,7 @@ fn bit_flip_on_transfer_from_file_is_reread() {
 }
 
 fn assert_told(error: &Error) {
-    assert!(error.to_string().contains("changed on the way"), "{error}");
+    assert!(error.to_string().contains("changed in transit"), "{error}");
 }
 
 /// Flips a bit in the first, second, … copy of a snapshot, alone or together with all later copies, until

@@ -158,7 +158,7 @@ fn flip_once(flip: BitFlip, late: bool, mended: u64, work: impl Fn(&Bus, &dyn Fn
     let bus = Bus { disk: SimDisk::new(), device: Arc::new(FaultyDevice::across_a_bus(inner)) };
     let (held, outcome) = work(&bus, &|| bus.device.flip(flip));
     let flipped = bus.device.end_flips();
-    let is_told = |error: &Error| error.to_string().contains("changed on the way");
+    let is_told = |error: &Error| error.to_string().contains("changed in transit");
     match &outcome {
         Ok(()) => assert!(flipped <= mended, "{flipped} copies changed, and nothing was said"),
         Err(Error::Poisoned(cause)) => assert!(is_told(cause), "{cause}"),
