@@ -512,7 +512,7 @@ fn verify_compares_objects_with_each_other() {
             }
             Content::Fence(_) => {
                 object.nonce_before.0[3] ^= 1;
-                "its nonce of the preceding object"
+                "the nonce that it states for the preceding object"
             }
             Content::Boundary(_) | Content::Catalog(_) => continue,
         };
