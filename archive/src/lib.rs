@@ -8,7 +8,7 @@
 //!
 //! [`mirror::push`] archives the directory of a store that is not open. [`mirror::restore`] writes a directory that the
 //! engine can open and that continues the archive. The command `remanent archive` uses both. The engine archives an
-//! open store with the functions of [`line`].
+//! open store with the functions of [`line`](mod@line).
 //!
 //! # The line
 //!
