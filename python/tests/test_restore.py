@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,8 @@ def test_damage_after_verification_is_reported(directory: str, monkeypatch: pyte
     state = {"first": torch.randn(1000), "second": torch.randn(1000)}
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         run.save(1)
+        while not all(info.verified for info in run.store.snapshots()):
+            time.sleep(0.01)
         sound = restoration.Restoration.load
         needle = state["second"][500:].numpy().tobytes()
 
