@@ -16,6 +16,7 @@ use remanent_tools::shared::exit::Failure;
 
 use crate::figures::{Figure, Group, Unit, rate};
 use crate::room::{self, BenchStop, Room};
+use crate::transfer;
 
 /// The number of concurrent requests of a loop. With a server on the same machine, more requests are not faster.
 const REQUESTS: usize = 8;
@@ -93,7 +94,7 @@ fn create_pages(store: &Store, room: &Room, len: u64) -> Result<(), BenchStop> {
     let mut bytes = vec![0; PAGE_LEN as usize];
     for _ in 0..len / PAGE_LEN {
         room.check()?;
-        bytes.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&random.next_word().to_le_bytes()));
+        random.fill(&mut bytes);
         let mut batch = store.batch();
         let page = batch.create(PAGE_LEN, room.place).page();
         batch.write(page, 0, &bytes);
@@ -107,9 +108,7 @@ fn put_objects(bucket: &RemoteBucket, len: u64) -> Result<Duration, BenchStop> {
     let keys: Vec<ObjectKey> = (1..=len.div_ceil(OBJECT_LEN as u64))
         .map(|index| ObjectKey::Data(DataKey { term: 1, random: 1, index }))
         .collect();
-    let mut bytes = vec![0; OBJECT_LEN];
-    let mut random = SplitMix64::new(1);
-    bytes.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&random.next_word().to_le_bytes()));
+    let bytes = transfer::random(OBJECT_LEN);
     let begun = Instant::now();
     for_each(&keys, |key| bucket.block_on(bucket.create(key, &bytes)).map(drop))?;
     Ok(begun.elapsed())

@@ -43,10 +43,7 @@ pub fn knows_direct(dir: &Path) -> io::Result<bool> {
 /// Returns incompressible bytes.
 pub fn random(len: usize) -> Aligned {
     let mut bytes = Aligned::new(len);
-    let mut random = SplitMix64::new(len as u64);
-    for word in bytes.chunks_mut(8) {
-        word.copy_from_slice(&random.next_word().to_le_bytes()[..word.len()]);
-    }
+    SplitMix64::new(len as u64).fill(&mut bytes);
     bytes
 }
 

@@ -9,6 +9,7 @@ use std::time::Duration;
 use remanent::Ack;
 
 use crate::bed::{Bed, check, copy_directory, pages, pause, step, step_of};
+use crate::size::sized;
 
 /// The environment variable with the directory of the store and the bucket, for the child process.
 const CHILD: &str = "REMANENT_ARCHIVE_CHILD";
@@ -45,7 +46,7 @@ fn child_restores_until_killed() {
 }
 
 fn kills() -> u64 {
-    if std::env::var("REMANENT_TEST_SIZE").as_deref() == Ok("full") { 100 } else { 12 }
+    sized(12, 100)
 }
 
 fn start(test: &str, root: &Path) -> Child {

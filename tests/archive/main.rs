@@ -6,4 +6,6 @@ mod lives;
 mod lost_buckets;
 mod names;
 mod refusals;
+#[path = "../it/size.rs"]
+mod size;
 mod views;

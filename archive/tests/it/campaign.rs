@@ -7,18 +7,12 @@ use std::thread;
 use remanent_archive::rules::Rules;
 use remanent_archive::testing::run;
 
+use crate::size::sized;
+
 /// Number of schedules that each run of the tests contains.
 const SAMPLE: u64 = 8_000;
 /// Number of schedules with `REMANENT_TEST_SIZE=full`.
 const FULL: u64 = 1_000_000;
-
-fn count() -> u64 {
-    match env::var("REMANENT_TEST_SIZE").as_deref() {
-        Ok("full") => FULL,
-        Ok(other) => panic!("REMANENT_TEST_SIZE={other}: only `full` is known"),
-        Err(_) => SAMPLE,
-    }
-}
 
 /// Runs the schedules of the given seeds. Returns the number of acknowledged batches.
 fn play(seeds: impl Iterator<Item = u64>) -> usize {
@@ -39,7 +33,7 @@ fn random_schedules_keep_all_promises() {
         assert_eq!(outcome.violation, None);
         return;
     }
-    let (count, threads) = (count(), 2);
+    let (count, threads) = (sized(SAMPLE, FULL), 2);
     let parts: Vec<_> = (0..threads)
         .map(|part| thread::spawn(move || play((part..count).step_by(threads as usize))))
         .collect();

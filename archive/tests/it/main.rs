@@ -6,5 +6,7 @@ mod campaign;
 mod rules;
 mod schedules;
 mod stage;
+#[path = "../../../tests/it/size.rs"]
+mod size;
 mod operations;
 mod buckets;

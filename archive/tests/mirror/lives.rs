@@ -51,7 +51,7 @@ fn live(seed: u64) -> u64 {
 
 #[test]
 fn restores_equal_the_store_after_each_push() {
-    let lives = if std::env::var("REMANENT_TEST_SIZE").as_deref() == Ok("full") { 64 } else { 3 };
+    let lives = crate::size::sized(3, 64);
     let boundaries: u64 = (0..lives).map(live).sum();
     assert!(boundaries > lives, "{boundaries}");
 }

@@ -2,6 +2,8 @@
 
 mod bed;
 mod lives;
+#[path = "../../../tests/it/size.rs"]
+mod size;
 mod names;
 mod kills;
 mod successors;

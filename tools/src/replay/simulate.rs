@@ -184,6 +184,13 @@ impl SplitMix64 {
         word ^ (word >> 31)
     }
 
+    /// Fills `bytes` with random words in little-endian order.
+    pub fn fill(&mut self, bytes: &mut [u8]) {
+        for word in bytes.chunks_mut(8) {
+            word.copy_from_slice(&self.next_word().to_le_bytes()[..word.len()]);
+        }
+    }
+
     /// Returns a random number below `bound`, which must not be 0. The bias is below `bound / 2^64`.
     pub fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.next_word()) * u128::from(bound)) >> 64) as u64
