@@ -203,16 +203,8 @@ class Checkpointer:
 
         def checked() -> dict[str, Any]:
             nonlocal device
-            if keep < 1:
-                raise InvalidError(f"keep: {keep} is below 1, the smallest number of versions to keep")
-            if room < 0 or device_room < 0:
-                raise InvalidError(f"room and device_room must be at least 0 bytes, not {room} and {device_room}")
-            if replicated and process_group is None:
-                raise InvalidError("replicated: a single process has no replicas", remedy="pass `process_group`")
-            if compare_every is not None and not replicated:
-                raise InvalidError("compare_every: only replicas can be compared", remedy="pass `replicated=True`")
-            if compare_every is not None and _whole_number("compare_every", compare_every) < 1:
-                raise InvalidError(f"compare_every: {compare_every} is below 1, which compares at every save")
+            _check_numbers(keep, room, device_room)
+            _check_replicas(replicated, compare_every, process_group is not None)
             if overlap:
                 refuse_overlap(optimizer)
             if digests and "device" in options:
@@ -237,13 +229,7 @@ class Checkpointer:
             else:
                 self._parts = checked()
             self._rng = rng
-            # Each save takes a snapshot, so periodic ones are not needed.
-            own: StoreOptions = {"device": "host" if device.type == "cpu" else str(device),
-                                 "images": {"compression": False}, "retention": {"snapshots_kept": 1},
-                                 "snapshots": {"log_bytes": None, "interval": None}}
-            if digests:
-                own["memory"] = {"budget": {"disk": _PENDING_BYTES}}
-            opened = merged(own, options)
+            opened = _store_options(device, digests, options)
             kept = Keep(keep, keep_for)
             if process_group is not None:
                 shared = self._waited(lambda: SharedVersions(ranks, process_group, directory, kept, opened,
@@ -1038,6 +1024,33 @@ def _agree_on_replicas(ranks: Ranks, replicated: bool, compare_every: int | None
         if other != own:
             raise InvalidError(f"replicated, compare_every: rank {rank} passed {other[0]}, {other[1]}, but rank "
                                f"{ranks.rank} passed {own[0]}, {own[1]}", remedy="pass the same arguments on all ranks")
+
+
+def _check_numbers(keep: int, room: int, device_room: int) -> None:
+    if keep < 1:
+        raise InvalidError(f"keep: {keep} is below 1, the smallest number of versions to keep")
+    if room < 0 or device_room < 0:
+        raise InvalidError(f"room and device_room must be at least 0 bytes, not {room} and {device_room}")
+
+
+def _check_replicas(replicated: bool, compare_every: int | None, has_group: bool) -> None:
+    if replicated and not has_group:
+        raise InvalidError("replicated: a single process has no replicas", remedy="pass `process_group`")
+    if compare_every is not None and not replicated:
+        raise InvalidError("compare_every: only replicas can be compared", remedy="pass `replicated=True`")
+    if compare_every is not None and _whole_number("compare_every", compare_every) < 1:
+        raise InvalidError(f"compare_every: {compare_every} is below 1, which compares at every save")
+
+
+def _store_options(device: torch.device, digests: bool, options: StoreOptions) -> StoreOptions:
+    """Returns the options of the run's store: the caller's, and defaults for those that the caller does not pass."""
+    # Each save takes a snapshot, so periodic ones are not needed.
+    own: StoreOptions = {"device": "host" if device.type == "cpu" else str(device),
+                         "images": {"compression": False}, "retention": {"snapshots_kept": 1},
+                         "snapshots": {"log_bytes": None, "interval": None}}
+    if digests:
+        own["memory"] = {"budget": {"disk": _PENDING_BYTES}}
+    return merged(own, options)
 
 
 def _check_name(name: str) -> None:
