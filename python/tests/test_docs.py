@@ -14,7 +14,7 @@ import pytest
 
 import remanent
 
-CLASSES = [getattr(remanent, name) for name in remanent.__all__ if inspect.isclass(getattr(remanent, name))]
+CLASSES = [each for each in map(remanent.__dict__.get, dir(remanent)) if inspect.isclass(each)]
 
 
 def documented() -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import pickle
+import pydoc
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import stand_ins
 
 import remanent
+from remanent._store import errors, options
 
 STAND_INS = {"lmcache": stand_ins.lmcache, "torchtitan": stand_ins.torchtitan, "vllm": stand_ins.vllm,
              "vllm_weights": stand_ins.vllm_weights}
@@ -71,14 +73,20 @@ def test_dir_of_an_adapter_lists_public_names(adapter: ModuleType) -> None:
 
 def test_dir_of_the_package_adds_imported_submodules() -> None:
     importlib.import_module("remanent.kv")
-    others = set(dir(remanent)) - set(remanent.__all__)
+    others = set(dir(remanent)).difference(remanent.__all__, errors.__all__, options.__all__)
     assert "kv" in others and {f"remanent.{name}" for name in others} <= sys.modules.keys()
     assert {"_native", "annotations"}.isdisjoint(dir(remanent))
 
 
+def test_help_shows_what_a_program_uses_first() -> None:
+    text = pydoc.plain(pydoc.render_doc(remanent))
+    assert "class Store(" in text and "class Error(" in text and "class LockedError(" not in text
+    assert {*errors.__all__, *options.__all__} <= set(dir(remanent))
+
+
 def test_signatures_state_defaults() -> None:
     unknown = []
-    for name in remanent.__all__:
+    for name in dir(remanent):
         owner = getattr(remanent, name)
         for member in [owner, *vars(owner).values()] if inspect.isclass(owner) else [owner]:
             try:

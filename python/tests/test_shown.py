@@ -170,7 +170,7 @@ def test_progress_counts_saves_loads_and_waits(directory: str, monkeypatch: pyte
 
 
 def test_public_objects_describe_themselves() -> None:
-    plain = [name for name in remanent.__all__ if getattr(getattr(remanent, name), "__repr__", None) is object.__repr__]
+    plain = [name for name in dir(remanent) if getattr(getattr(remanent, name), "__repr__", None) is object.__repr__]
     assert plain == ["Reader"], "a base class without objects of its own"
 
 

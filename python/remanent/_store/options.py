@@ -8,6 +8,11 @@ from typing import Any, Literal, Required, TypedDict, cast
 from remanent._store import _native
 from remanent._store.errors import InvalidError
 
+__all__ = [
+    "ArchiveOptions", "ImageOptions", "LogOptions", "MemoryOptions", "RetentionOptions", "ScrubSchedule",
+    "SnapshotSchedule", "StoreOptions", "TierOptions",
+]
+
 
 class MemoryOptions(TypedDict, total=False):
     """How much memory pages may use, and how an open loads them: the argument `memory` of `Store`, a dict.
