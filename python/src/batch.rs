@@ -15,7 +15,7 @@ use crate::memory::Input;
 use crate::new_page::PyNewPage;
 use crate::options::{place, width};
 use crate::page_creates::{NewPageTerms, create, create_in};
-use crate::page_updates::update;
+use crate::page_updates::{update, update_many};
 use crate::pending_batch::{BatchPage, PendingBatch};
 use crate::values::{REPORT, from_py};
 use crate::working_copy::PyWorkingCopy;
@@ -232,6 +232,19 @@ impl Batch {
         #[pyo3(from_py_with = arguments::logged_max)] logged_max: Option<u64>,
     ) -> PyResult<Option<u64>> {
         update(&self.0, page, data, self::width(width)?, logged_max)
+    }
+
+    /// Adds an `update` for each (page, data, width) in `updates`, compared by several threads. Returns the list of
+    /// their results. Adds either all updates or, if one is refused before it is compared, none.
+    #[pyo3(signature = (updates, *, logged_max=None))]
+    fn _update_many(
+        &self,
+        py: Python<'_>,
+        updates: Vec<(Bound<'_, PyAny>, Bound<'_, PyAny>, usize)>,
+        #[pyo3(from_py_with = arguments::logged_max)] logged_max: Option<u64>,
+    ) -> PyResult<Vec<Option<u64>>> {
+        let updates = updates.into_iter().map(|(page, data, width)| Ok((page, data, self::width(width)?)));
+        update_many(&self.0, py, updates.collect::<PyResult<Vec<_>>>()?, logged_max)
     }
 
     /// Captures a working copy into its page. Logs the elements that changed or, for a copy with digests, the

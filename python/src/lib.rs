@@ -39,6 +39,7 @@
 //! | `flatten` | plain values as JSON, and the tensors among them |
 //! | `array` | copies of pages that other libraries can use without another copy |
 //! | `gate` | calls into a store: closing, forks, the interpreter's lock, Ctrl-C |
+//! | `parallel` | work on many items by several threads |
 //! | `memory` | bytes that a call reads, and buffers that it fills |
 //! | `buffer_view` | a view of another object's bytes |
 //! | `dtype`, `dlpack` | element types; the ABI of tensors |
@@ -92,6 +93,7 @@ mod blocks;
 mod extents;
 mod flatten;
 mod arguments;
+mod parallel;
 mod array;
 mod gate;
 mod page_memory;

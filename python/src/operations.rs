@@ -1,8 +1,5 @@
 //! Converts the operations of a followed batch to Python objects.
 
-use std::num::NonZero;
-use std::thread;
-
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 use remanent::batch::Op;
@@ -10,11 +7,11 @@ use remanent::batch::Op;
 use crate::array::{Aligned, Array};
 use crate::dtype::Dtype;
 use crate::errors::key_to_py;
+use crate::parallel;
 use crate::values::{metadata_to_py, to_py};
 
 /// The number of indices from which an additional thread is used.
 const INDICES_PER_THREAD: usize = 256 << 10;
-const THREADS_MAX: usize = 8;
 
 /// Decodes the indices of sparse deltas to four bytes each. Uses several threads if there are many indices.
 pub fn plain_indices(ops: &[Op<'_>]) -> remanent::Result<Vec<Option<Aligned>>> {
@@ -28,42 +25,7 @@ pub fn plain_indices(ops: &[Op<'_>]) -> remanent::Result<Vec<Option<Aligned>>> {
     };
     let count_of = |op: &Op<'_>| if let Op::Scatter { indices, .. } = op { indices.len() } else { 0 };
     let all = ops.iter().map(count_of).sum::<usize>();
-    let wanted = THREADS_MAX.min(1 + all / INDICES_PER_THREAD);
-    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(wanted);
-    let plain_of = |share: &[Op<'_>]| share.iter().map(plain).collect::<remanent::Result<Vec<_>>>();
-    // Each share has about the same number of indices.
-    let (mut shares, mut rest, mut count) = (Vec::new(), ops, 0);
-    for (at, op) in ops.iter().enumerate() {
-        count += count_of(op);
-        if count * threads >= all * (shares.len() + 1) && shares.len() + 1 < threads {
-            let (share, after) = rest.split_at(at + 1 - (ops.len() - rest.len()));
-            shares.push(share);
-            rest = after;
-        }
-    }
-    thread::scope(|scope| {
-        let others: Vec<_> = shares
-            .into_iter()
-            .map(|share| {
-                let work = move || plain_of(share);
-                thread::Builder::new()
-                    .name("remanent-indices".to_owned())
-                    .spawn_scoped(scope, work)
-                    .map_err(|_| work)
-            })
-            .collect();
-        let last = plain_of(rest);
-        let mut made = Vec::with_capacity(ops.len());
-        for share in others {
-            made.extend(match share {
-                Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?,
-                // The thread could not be started.
-                Err(work) => work()?,
-            });
-        }
-        made.extend(last?);
-        Ok(made)
-    })
+    parallel::map(ops, 1 + all / INDICES_PER_THREAD, "remanent-indices", plain)
 }
 
 /// The form in which a dict contains the bytes of an operation.

@@ -3,15 +3,17 @@
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use pyo3::prelude::*;
 use remanent::batch::{ByteSource, PageChanges, Width};
 use remanent::error::{IoAction, IoObject};
 use remanent::{Error, PageId, PageInfo, Place, Store, WriteBatch};
 
-use crate::elements::{Elements, PageLayout};
+use crate::elements::{Elements, Layout, PageLayout};
 use crate::errors::OrRaise;
 use crate::memory::{HostBytes, Input};
+use crate::parallel;
 use crate::pending_batch::{BatchPage, PendingBatch};
 
 /// A page is written completely if its changes need more than one part in this many.
@@ -21,6 +23,8 @@ const LOGGED_PART: u64 = 4;
 const LOGGED_MAX: u64 = 48 << 20;
 /// The number of bytes of a page that are compared at once.
 const COMPARED_LEN: usize = 4 << 20;
+/// The number of bytes for which another thread is worthwhile.
+const COMPARED_BY_THREAD: u64 = 4 << 20;
 /// The number of bytes that are compared first, at the start and in the middle of a page. If more than the
 /// allowed part differs in both, most of the page has changed and need not be read.
 const PROBED_LEN: usize = 64 << 10;
@@ -89,12 +93,42 @@ impl NewBytes {
     }
 }
 
-/// Adds an update of a page to `data` to a batch. Returns the number of elements that differ, or `None` if
-/// the whole page is written.
+/// An update of a page to new bytes, which are compared in elements of `width` bytes.
+struct Update {
+    page: PageId,
+    data: NewBytes,
+    layout: Option<Layout>,
+    width: Width,
+}
+
+/// Adds updates of pages to a batch: (page, new bytes, element width). The pages are compared by several threads.
+/// Returns the number of elements that differ for each page, or `None` if the whole page is written.
 ///
 /// # Errors
-/// Errors of resolving the page, of taking the bytes and of reading, and `ValueError` for a second update of
+/// Errors of resolving a page, of taking the bytes and of reading, and `ValueError` for a second update of
 /// the same page.
+pub fn update_many<'py>(
+    pending: &PendingBatch,
+    py: Python<'py>,
+    updates: impl IntoIterator<Item = (Bound<'py, PyAny>, Bound<'py, PyAny>, Width)>,
+    logged_max: Option<u64>,
+) -> PyResult<Vec<Option<u64>>> {
+    let gate = &pending.gate;
+    let take = |(page, data, width): (Bound<'py, PyAny>, Bound<'py, PyAny>, Width)| {
+        let page = pending.page_of_store(&page)?;
+        let (data, elements) = NewBytes::take(py, &gate.path, &data)?;
+        Ok(Update { page, data, layout: elements.layout()?, width })
+    };
+    let updates = updates.into_iter().map(take).collect::<PyResult<Vec<_>>>()?;
+    let left = AtomicU64::new(logged_max.unwrap_or(LOGGED_MAX).saturating_sub(pending.logged()));
+    let threads = updates.iter().map(|update| update.data.len() / COMPARED_BY_THREAD).sum::<u64>() as usize;
+    let compared = gate.call(py, |store| {
+        parallel::map(&updates, 1 + threads, "remanent-updates", |update| changes(store, update, &left))
+    })?;
+    updates.into_iter().zip(compared).map(|(update, found)| add(py, pending, update, found)).collect()
+}
+
+/// Adds an update of one page. Same as [`update_many`].
 pub fn update(
     pending: &PendingBatch,
     page: &Bound<'_, PyAny>,
@@ -102,12 +136,19 @@ pub fn update(
     width: Width,
     logged_max: Option<u64>,
 ) -> PyResult<Option<u64>> {
-    let (py, gate) = (page.py(), &pending.gate);
-    let page = pending.page_of_store(page)?;
-    let (data, elements) = NewBytes::take(py, &gate.path, data)?;
-    let layout = elements.layout()?;
-    let left = logged_max.unwrap_or(LOGGED_MAX).saturating_sub(pending.logged());
-    let (info, changes) = gate.call(py, |store| changes(store, page, &data, width, left))?;
+    let updates = [(page.clone(), data.clone(), width)];
+    update_many(pending, page.py(), updates, logged_max).map(|counts| counts[0])
+}
+
+/// Adds the update of a page to a batch. Returns the number of elements that differ, or `None` if the whole page is
+/// written.
+fn add(
+    py: Python<'_>,
+    pending: &PendingBatch,
+    update: Update,
+    (info, changes): (PageInfo, Changes),
+) -> PyResult<Option<u64>> {
+    let Update { page, data, layout, .. } = update;
     let (count, logged) = match &changes {
         Some((changes, cost)) => (Some(changes.count()), *cost),
         None => (None, 0),
@@ -131,20 +172,16 @@ pub fn update(
     Ok(count)
 }
 
-/// Returns the changes from a page to `data`, the bytes that they need, and the page as it was when compared. The
-/// changes are `None` if they need more than `left` bytes or if the page must be written completely.
-fn changes(
-    store: &Store,
-    page: PageId,
-    data: &NewBytes,
-    width: Width,
-    left: u64,
-) -> remanent::Result<(PageInfo, Changes)> {
+/// Returns the changes from a page to its new bytes, the bytes that they need, and the page as it was when compared.
+/// The bytes are subtracted from `left`. The changes are `None` if they need more than `left` bytes or if the page must
+/// be written completely.
+fn changes(store: &Store, update: &Update, left: &AtomicU64) -> remanent::Result<(PageInfo, Changes)> {
+    let Update { page, ref data, width, .. } = *update;
     let info = store.page(page)?;
     if info.len != data.len() {
         return Ok((info, None));
     }
-    let comparison = Comparison { store, info: &info, data, width, left };
+    let comparison = Comparison { store, info: &info, data, width, left: left.load(Ordering::Relaxed) };
     let changes = if comparison.is_mostly_changed()? {
         None
     } else {
@@ -155,7 +192,10 @@ fn changes(
             Err(error) => return Err(error),
         }
     };
-    Ok((info, changes))
+    // Another thread may have taken some of the bytes in the meantime.
+    let claim =
+        |cost| left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left: u64| left.checked_sub(cost));
+    Ok((info, changes.filter(|(_, cost)| claim(*cost).is_ok())))
 }
 
 /// A comparison of a page with new bytes of the same length.

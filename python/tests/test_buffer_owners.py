@@ -44,6 +44,7 @@ TAKEN = {
     "write_masked": Taken(lambda batch, owner: batch.write_masked("old", 0, b"\xff" * (LENGTH // 8), owner)),
     "scatter": Taken(lambda batch, owner: batch.scatter("old", list(range(LENGTH)), owner)),
     "update": Taken(lambda batch, owner: batch.update("old", owner), is_held=True),
+    "_update_many": Taken(lambda batch, owner: batch._update_many([("old", owner, 1)]), is_held=True),
 }
 
 

@@ -375,6 +375,54 @@ def test_update_sets_page_contents(directory: str, place: str) -> None:
             store["k"] = bytes(500_000)
 
 
+def test_updates_by_threads_equal_updates_one_by_one(tmp_path: Path) -> None:
+    one_by_one = remanent.Store(tmp_path / "one by one", device="host")
+    together = remanent.Store(tmp_path / "together", device="host")
+    old = [os.urandom(1_500_000 + 1000 * number) for number in range(30)]
+    new = []
+    for number, data in enumerate(old):
+        changed = bytearray(data)
+        if number % 5 == 1:
+            changed[::10_000] = bytes(len(changed[::10_000]))
+        elif number % 5 == 2:
+            changed[700_000:800_000] = os.urandom(100_000)
+        elif number % 5 == 3:
+            changed = bytearray(os.urandom(len(data)))
+        elif number % 5 == 4:
+            del changed[number * 1000:]
+        new.append(bytes(changed))
+    with one_by_one, together:
+        for store in (one_by_one, together):
+            with store.batch() as batch:
+                for number, data in enumerate(old):
+                    batch.create(data, key=f"k{number}", place="disk" if number % 2 else "host")
+        with one_by_one.batch() as batch:
+            counts = [batch.update(f"k{number}", data, width=4) for number, data in enumerate(new)]
+        with together.batch() as batch:
+            assert batch._update_many([(f"k{number}", data, 4) for number, data in enumerate(new)]) == counts
+        assert set(counts) > {None, 0} and len(set(counts)) > 4
+        for number, data in enumerate(new):
+            assert together[f"k{number}"] == data, number
+        # A refused update adds nothing.
+        batch = together.batch()
+        with pytest.raises(remanent.UnknownKeyError):
+            batch._update_many([("k0", old[0], 1), ("missing", b"", 1)])
+        assert "operations=0" in repr(batch)
+        with pytest.raises(ValueError, match="already contains"):
+            batch._update_many([("k0", old[0], 1), ("k0", new[0], 1)])
+
+
+def test_updates_by_threads_share_limit_of_log(store: remanent.Store) -> None:
+    pages = {f"k{number}": bytearray(os.urandom(2_000_000)) for number in range(16)}
+    for key, data in pages.items():
+        store[key] = bytes(data)
+        data[500_000:600_000] = os.urandom(100_000)
+    with store.batch() as batch:
+        counts = batch._update_many([(key, data, 1) for key, data in pages.items()], logged_max=250_000)
+    assert sum(count is not None for count in counts) == 2
+    assert all(store[key] == data for key, data in pages.items())
+
+
 def test_threads_share_a_batch(store: remanent.Store) -> None:
     page = store.put("k", bytes(1 << 20))
     batch = store.batch()

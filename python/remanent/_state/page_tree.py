@@ -43,6 +43,8 @@ _PAIRS, _NUMBERS = "F4_X2", "F4"
 _OF_NO_FILE = ("C32", "C128", _PAIRS)
 # The length of a batch in bytes if a save consists of several batches. A longer page gets its own batch.
 _BATCH_BYTES = 64 << 20
+# The number of bytes that one call compares with the pages. A key press such as Ctrl-C takes effect between calls.
+_COMPARED_BYTES = 256 << 20
 # A batch may contain this many times `_BATCH_BYTES` of captured blocks, because usually only a small part of them
 # changed. Even if all of them changed, the batch would not exceed the limit of the log.
 _CAPTURED_PARTS = 6
@@ -80,11 +82,18 @@ def update(batch: _native.Batch, updates: Iterable[Update], logged_max: int | No
     :param logged_max: the bytes of memory that the changed elements of all pages may occupy until the next snapshot. A
         page whose changes would exceed this is written completely. None uses the default of `Batch.update`.
     """
-    changed = False
+    changed, group, held = False, [], 0
     for key, block in updates:
-        changed |= batch.update(key, block.data if block.nbytes else b"", width=_width_of(block),
-                                logged_max=logged_max) != 0
-    return changed
+        group.append((key, block.data if block.nbytes else b"", _width_of(block)))
+        held += block.nbytes
+        if held > _COMPARED_BYTES:
+            changed |= _compare(batch, group, logged_max)
+            group, held = [], 0
+    return _compare(batch, group, logged_max) or changed
+
+
+def _compare(batch: _native.Batch, updates: list[tuple[str, Any, int]], logged_max: int | None) -> bool:
+    return any(count != 0 for count in batch._update_many(updates, logged_max=logged_max))
 
 
 @dataclass

@@ -1221,6 +1221,9 @@ class Batch:
         >>> store.close()
         """
 
+    def _update_many(
+        self, updates: Sequence[tuple[_BatchPage, _Bytes, int]], *, logged_max: int | None = None
+    ) -> list[int | None]: ...
     def capture(self, copy: WorkingCopy, ranges: Sequence[tuple[int, int]] | None = None) -> None:
         """Captures a working copy into its page. Logs the elements that changed or, for a copy with digests, the
         chunks of 64 KiB that changed.
