@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 warnings.filterwarnings("ignore")
-WAYS = ["torch.save", "safetensors", "dcp", "orbax", "remanent", "remanent-digests", "remanent-save_file"]
+WAYS = ["torch.save", "safetensors", "dcp", "orbax", "remanent", "remanent-digests", "remanent-save_file", "rocksdb"]
 ELEMENTS, TRIES = 4_000_000, 20
 
 
@@ -35,6 +35,11 @@ def saver(way: str, folder: str) -> Any:
     if way == "remanent-save_file":
         from remanent.torch import save_file as save_version
         return lambda state, number, waits: save_version(state, f"{folder}/versions")
+    if way == "rocksdb":
+        import rocksdict
+        store, synced = rocksdict.Rdict(f"{folder}/rocksdb", rocksdict.Options(raw_mode=True)), rocksdict.WriteOptions()
+        synced.sync = True
+        return lambda state, number, waits: store.put(b"w", state["w"].numpy().tobytes(), write_opt=synced)
     if way == "dcp":
         import torch.distributed.checkpoint as dcp
 
