@@ -21,11 +21,15 @@ Checksums verify every byte that is loaded, including `.metadata`, which is JSON
 that are not tensors, which DCP's own planner pickles. A checkpoint can be loaded by another number of ranks than saved
 it. All ranks need access to the root, for example on a shared file system. Saves to the same root wait for each other,
 because a rank's store is open while the rank writes.
+
+With `StorageWriter(path, archive={"url": …})`, checkpoints are also in an object store when their saves return, and
+`restore_from_archive` restores the root after the loss of all machines.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import fcntl
 import functools
 import io
@@ -58,6 +62,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from remanent._dcp.archives import (
+    KIND,
+    METADATA,
+    STORES,
+    Listed,
+    RootArchive,
+    restore_from_archive,
+    store_of,
+    sum_of,
+    url_of_root,
+)
 from remanent._dcp.formats import (
     dcp_to_remanent,
     dcp_to_safetensors,
@@ -69,22 +84,28 @@ from remanent._dcp.formats import (
 from remanent._dcp.stager import Stager
 from remanent._state import page_tree
 from remanent._store import _native
-from remanent._store.errors import DamagedError, Error, LockedError, NoStateError, RefusedError, TakenError
-from remanent._store.options import StoreOptions, merged, refuse_archive
+from remanent._store.errors import (
+    ArchiveError,
+    DamagedError,
+    Error,
+    InvalidError,
+    LockedError,
+    NoStateError,
+    RefusedError,
+    TakenError,
+)
+from remanent._store.options import StoreOptions, merged
 from remanent._tensors import conversion
 from remanent._tensors.storages import extents_there
 from remanent._util import checksummed_json, durable_files
 
 __all__ = [
     "Stager", "StorageReader", "StorageWriter", "StoredItem", "dcp_to_remanent", "dcp_to_safetensors",
-    "dcp_to_torch_save", "is_of_dcp", "remanent_to_dcp", "safetensors_to_dcp", "torch_save_to_dcp",
+    "dcp_to_torch_save", "is_of_dcp", "remanent_to_dcp", "restore_from_archive", "safetensors_to_dcp", "torch_save_to_dcp",
 ]
 
 _Path = str | os.PathLike[str]
 
-_STORES = ".remanent"
-_METADATA = ".metadata"
-_KIND = "checkpoint"
 # The first byte of DCP's own metadata.
 _PICKLE = b"\x80"
 # The bytes of a batch; a longer page gets its own batch.
@@ -97,6 +118,8 @@ _DELETED_PAGES = 10_000
 _READ_BYTES = 8 << 20
 # The time in seconds for which a save waits until another one has closed the rank's store.
 _LOCK_WAIT = 60.0
+# The same if the store has an archive, because it is open until the archive contains the checkpoint.
+_ARCHIVED_LOCK_WAIT = 3600.0
 # The time in seconds after which a file that one rank created is visible to all: shared file systems cache directory
 # contents for up to a minute.
 _VISIBLE_AFTER = 60.0
@@ -106,6 +129,10 @@ _NAME_BYTES_MAX = 32 << 10
 _THREADS_MAX = 4
 # The number of characters of a save's id at the end of its snapshots' names.
 _TOKEN_LEN = 12
+_OWN_OPTIONS: StoreOptions = {
+    "device": "host", "memory": {"load": "on_demand"}, "retention": {"snapshots_kept": 1},
+    "images": {"compression": False}, "log": {"spare_bytes": 0},
+}
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last,
             "preserve": torch.preserve_format}
 
@@ -134,6 +161,9 @@ class _AtPath:
         return f"{type(self).__name__}({str(self._path)!r})"
 
     def _go_to(self, path: _Path) -> None:
+        if "://" in os.fspath(path):
+            raise InvalidError(f"path: {path!r} is a URL, not the path of a checkpoint",
+                               remedy="save with archive={\"url\": …} to a local path, and read after restore_from_archive")
         # Links are not followed, since their targets may change.
         self._path = Path(os.path.abspath(path))
 
@@ -156,7 +186,17 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         complete until the new one is complete.
     :param verify: whether to read back everything from the disk before the save returns. Loads verify every byte in
         either case.
-    :param options: options of `Store`, such as `images={"io": "direct"}`.
+    :param archive_timeout: the seconds for which requests to the archive may fail before a save fails. Slow uploads do
+        not count.
+    :param options: options of `Store`, such as `images={"io": "direct"}`. With `archive`, the checkpoints of the root are
+        also copied to an object store; see below.
+
+    With `archive={"url": …}`, which all ranks pass for all saves to a root, the checkpoints survive the loss of all
+    machines. Each rank's store has its own archive, `URL/rank-K`. A checkpoint becomes visible once the archives of all
+    ranks contain it, so when `save` returns, or the future of `async_save` is done, `restore_from_archive` restores it
+    on any machine. If an archive rejects a store or cannot be reached, the save raises `ArchiveError`, and the earlier
+    checkpoints are unchanged. Checkpoints that were saved without the archive are not in it. `use_collectives=False` is
+    rejected.
 
     >>> import torch, torch.distributed.checkpoint as dcp
     >>> from remanent.dcp import StorageReader, StorageWriter
@@ -170,11 +210,11 @@ class StorageWriter(_AtPath, storage.StorageWriter):
     (6.0, 1)
     """
 
-    def __init__(self, path: _Path, *, overwrite: bool = True, verify: bool = False,
+    def __init__(self, path: _Path, *, overwrite: bool = True, verify: bool = False, archive_timeout: float = 60.0,
                  **options: Unpack[StoreOptions]) -> None:
         super().__init__()
-        refuse_archive(options, "the file that lists the items of a checkpoint is not in a store, and would be missing",
-                       "copy the directory to another machine, or use remanent.torch.Checkpointer")
+        has_archive = options.get("archive") is not None
+        self._archive = RootArchive(options, archive_timeout) if has_archive else None
         self._go_to(path)
         self._overwrite, self._verify, self._options = overwrite, verify, options
         self.save_id = uuid.uuid4().hex
@@ -194,12 +234,16 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         """Records the number of this rank and whether the ranks save together. Called by DCP."""
         self._rank = _rank(kwargs)
         self._together = kwargs.get("use_collectives", True)
+        if self._archive is not None and not self._together:
+            raise InvalidError("archive: ranks that save separately have no checkpoint in common that could be restored",
+                               remedy="save with use_collectives=True")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Raises an error for items that cannot be stored, before anything is written.
 
         :raises RefusedError: an element type cannot be stored, or a name is too long.
         :raises TakenError: the checkpoint exists and `overwrite` is False.
+        :raises ArchiveError: the checkpoints of the root are archived, but no archive was passed.
         """
         for item in plan.items:
             dtype = None if item.tensor_data is None else item.tensor_data.properties.dtype
@@ -212,39 +256,67 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         if not self._overwrite and _metadata_files(self._path):
             raise TakenError(f"{self._path} already contains a checkpoint",
                              remedy="remove it, or save with overwrite=True")
+        url = url_of_root(self._path.parent)
+        if self._archive is not None:
+            self._archive.check(self._path)
+        elif url is not None:
+            raise ArchiveError(f"the archive {url} follows the checkpoints in {self._path.parent}, but the save does not "
+                               "name it", kind="not given", url=url, remedy="pass archive={\"url\": …}")
         durable_files.make_folder(self._path)
         durable_files.make_folder(self._stores)
-        return plan if self._together else replace(plan, storage_data=_store_of(self._rank))
+        # Plans that a planner cached may contain the path of an earlier save.
+        common = (str(self._path), self._archive and self._archive.url)
+        return replace(plan, storage_data=common if self._together else store_of(self._rank))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Returns the plans without changes to their items, because each rank writes its own items to its own store."""
+        """Returns the plans without changes to their items, because each rank writes its own items to its own store.
+
+        :raises InvalidError: the ranks passed different archives.
+        """
+        own = str(self._path), self._archive and self._archive.url
+        for rank, plan in enumerate(plans):
+            if isinstance(plan.storage_data, tuple) and plan.storage_data[0] == own[0] and plan.storage_data != own:
+                raise InvalidError(f"archive: rank {rank} passed another URL than the coordinator",
+                                   remedy="pass the same archive on all ranks")
         # Nothing else may be set here: a planner that caches plans gives ranks a plan of an earlier save.
-        return [replace(plan, storage_data=_store_of(rank)) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=store_of(rank)) for rank, plan in enumerate(plans)]
 
     @property
     def _stores(self) -> Path:
-        return self._path.parent / _STORES
+        return self._path.parent / STORES
 
     def _end_saving(self) -> None:
         if self._saving is not None:
             self._saving.end()
             self._saving = None
 
+    def _open(self, store_name: str) -> _native.Store:
+        options, lock_wait = self._options, _LOCK_WAIT
+        if self._archive is not None:
+            options, lock_wait = self._archive.options_of(store_name), _ARCHIVED_LOCK_WAIT
+        try:
+            return _open_store(self._stores / store_name, merged(_OWN_OPTIONS, options), lock_wait)
+        except ArchiveError as error:
+            if error.kind == "other store":
+                error.remedy = "restore the checkpoints of the archive with restore_from_archive, or use another URL"
+            raise
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's items and takes its snapshot. The snapshot is durable when the call returns."""
-        store_name = plan.storage_data or _store_of(self._rank)
+        """Writes this rank's items and takes its snapshot. The snapshot is durable, and archived if there is an archive,
+        when the call returns."""
+        store_name = plan.storage_data if isinstance(plan.storage_data, str) else store_of(self._rank)
         self._end_saving()
         # The save is announced before the checkpoints are listed, so that another save that lists them later finds it.
         self._saving = _Saving(self._stores, self.save_id)
-        own: StoreOptions = {"device": "host", "memory": {"load": "on_demand"}, "retention": {"snapshots_kept": 1},
-                             "images": {"compression": False}, "log": {"spare_bytes": 0}}
-        with _open_store(self._stores / store_name, merged(own, self._options)) as store:
+        with self._open(store_name) as store:
             # This happens before anything is written, so that the space of removed checkpoints is available.
             _give_up(store, store_name, self._path.parent)
             keys = _write_items(store, plan, planner)
             label = self._path.name.encode(errors="ignore")[:24].decode(errors="ignore")
             name = f"{label}@{store.lsn} {self._saving.token}"
-            store.snapshot(name, verify=self._verify)
+            snapshot = store.snapshot(name, verify=self._verify)
+            if self._archive is not None:
+                self._archive.wait_kept(store, snapshot)
             results = []
             for item, (key, length) in zip(plan.items, keys, strict=True):
                 stored = StoredItem(store_name, store.id, name, key, length)
@@ -259,9 +331,17 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_meta = self.storage_meta()
         path = _metadata_path(self._path, None if self._together else self._rank)
-        durable_files.publish(path, _encode(metadata))
+        content = _encode(metadata)
+        if self._archive is not None:
+            # Once a checkpoint is visible, the next save may remove the one that it replaces from the archives.
+            saving = _saving(self._stores)
+            token = self.save_id[:_TOKEN_LEN]
+            with self._open(store_of(0)) as store:
+                self._archive.add(store, self._path, content, token, len(results), visible=_visible(self._path.parent),
+                                  saving=saving, visible_after=_VISIBLE_AFTER)
+        durable_files.publish(path, content)
         # Metadata that an earlier save of the other kind left here would be loaded instead.
-        others = [each for each in _metadata_files(self._path) if (each.name == _METADATA) != self._together]
+        others = [each for each in _metadata_files(self._path) if (each.name == METADATA) != self._together]
         for other in others:
             other.unlink(missing_ok=True)
         if others:
@@ -348,7 +428,7 @@ class StorageReader(_AtPath, storage.StorageReader):
             by_snapshot[stored.store, stored.store_id, stored.snapshot].append(item)
         for (store, store_id, snapshot), items in by_snapshot.items():
             try:
-                view = _native.View(_root_of(self._path) / _STORES / store, f"name:{snapshot}")
+                view = _native.View(_root_of(self._path) / STORES / store, f"name:{snapshot}")
             except NoStateError as error:
                 raise NoStateError(f"{self._path} was replaced or removed during the load", remedy="load again") from error
             with view:
@@ -584,8 +664,8 @@ def _row_blocks(view: _native.View, key: str, item: ReadItem, target: torch.Tens
 
 # Stores.
 
-def _open_store(directory: Path, options: StoreOptions) -> _native.Store:
-    until = time.monotonic() + _LOCK_WAIT
+def _open_store(directory: Path, options: StoreOptions, lock_wait: float) -> _native.Store:
+    until = time.monotonic() + lock_wait
     while True:
         try:
             return _native.Store(directory, **options)
@@ -598,7 +678,7 @@ def _open_store(directory: Path, options: StoreOptions) -> _native.Store:
 
 def _give_up(store: _native.Store, store_name: str, root: Path) -> None:
     """Removes the snapshots that no checkpoint of the root lists and that no save in progress will list."""
-    saving, stores = _saving(root / _STORES), _kept_snapshots(root)
+    saving, stores = _saving(root / STORES), _kept_snapshots(root)
     named = {snapshot for store_id, snapshot in (stores or {}).get(store_name, ()) if store_id == store.id}
     if not named:
         # The root may be unreadable, or may differ from the root that other ranks see.
@@ -609,10 +689,6 @@ def _give_up(store: _native.Store, store_name: str, root: Path) -> None:
             and info.created_unix_ms <= since]
     if gone:
         store.prune(give_up=gone, names_only=True)
-
-
-def _store_of(rank: int) -> str:
-    return f"rank-{rank}"
 
 
 class _Saving:
@@ -685,7 +761,7 @@ def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
     kept: dict[str, set[tuple[str, str]]] = {}
     try:
         listed = _listed(root)
-        folders = [root / name for name, _ in listed.folders if name != _STORES]
+        folders = [root / name for name, _ in listed.folders if name != STORES]
         for path in [path for folder in folders for path in _metadata_files(folder, is_there=True)]:
             try:
                 stores = json.loads(_proven(path)[0])
@@ -707,12 +783,30 @@ def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
     return kept
 
 
+def _visible(root: Path) -> list[Listed] | None:
+    """Returns the checkpoints in a root that all ranks saved together. Returns None if the root cannot be read, or may be
+    in the middle of a rename."""
+    found = []
+    try:
+        listed = _listed(root)
+        for name, _ in listed.folders:
+            with contextlib.suppress(FileNotFoundError, UnicodeDecodeError, UnicodeEncodeError):
+                name.encode()
+                with (root / name / METADATA).open("rb") as file:
+                    found.append(Listed(name, sum_of(file.readline())))
+        return found if _listed(root) == listed else None
+    except OSError as error:
+        logging.getLogger("remanent").warning("a checkpoint in %s cannot be read, so the archive keeps its names: %s",
+                                              root, error)
+        return None
+
+
 # Paths.
 
 def _root_of(checkpoint: Path) -> Path:
     """Returns the folder that contains a checkpoint's stores. The checkpoint's path may be a symbolic link in another
     folder."""
-    if (checkpoint.parent / _STORES).is_dir():
+    if (checkpoint.parent / STORES).is_dir():
         return checkpoint.parent
     return checkpoint.resolve().parent
 
@@ -720,7 +814,7 @@ def _root_of(checkpoint: Path) -> Path:
 # The metadata.
 
 def _metadata_path(checkpoint: Path, rank: int | None) -> Path:
-    return checkpoint / (_METADATA if rank is None else f"__{rank}{_METADATA}")
+    return checkpoint / (METADATA if rank is None else f"__{rank}{METADATA}")
 
 
 class _Listed(NamedTuple):
@@ -747,8 +841,8 @@ def _metadata_files(checkpoint: Path, *, is_there: bool = False) -> list[Path]:
         if is_there:
             raise
         return []
-    return [checkpoint / name for name in names if name == _METADATA or (name.startswith("__") and
-                                                                        name.endswith(_METADATA))]
+    return [checkpoint / name for name in names if name == METADATA or (name.startswith("__") and
+                                                                        name.endswith(METADATA))]
 
 
 def _encode(found: Metadata) -> bytes:
@@ -779,7 +873,7 @@ def _encode(found: Metadata) -> bytes:
         "save_id": None if meta is None else meta.save_id,
         "checkpoint_id": None if meta is None else str(meta.checkpoint_id),
     }
-    return checksummed_json.seal(_KIND, [stores, held])
+    return checksummed_json.seal(KIND, [stores, held])
 
 
 def _adapt(path: str, value: object) -> object | None:
@@ -801,10 +895,10 @@ def _proven(path: Path) -> tuple[bytes, bytes]:
                            remedy="use the path of a complete checkpoint") from error
     if content[:1] == _PICKLE:
         raise NoStateError(f"{path} has DCP's own format", remedy="load it with DCP's FileSystemReader")
-    beginning = checksummed_json.begins(_KIND)
+    beginning = checksummed_json.begins(KIND)
     if len(content) >= len(beginning) and not content.startswith(beginning):
         raise NoStateError(f"{path} is not a checkpoint of this package")
-    stores, rest = checksummed_json.parts_of(_KIND, content, path)
+    stores, rest = checksummed_json.parts_of(KIND, content, path)
     return stores, rest
 
 

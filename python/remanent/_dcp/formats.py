@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import default_planner, state_dict_loader, sta
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from remanent._store.errors import ForeignDirectoryError, InvalidError, NoStateError, RefusedError, TakenError
+from remanent._store.options import ArchiveOptions
 from remanent._tensors.tensor_files import checked_tensors
 from remanent._util import durable_files
 
@@ -39,23 +40,25 @@ def dcp_to_torch_save(checkpoint: _Path, path: _Path) -> None:
     _published(Path(path), lambda temporary: torch.save(state, temporary))
 
 
-def torch_save_to_dcp(path: _Path, checkpoint: _Path) -> None:
+def torch_save_to_dcp(path: _Path, checkpoint: _Path, *, archive: ArchiveOptions | None = None) -> None:
     """Converts a `torch.save` file to a checkpoint of `StorageWriter`, like DCP's function of the same name.
 
     The file is loaded with `weights_only=True`, so no code in the file is run, and files with objects of other classes
     are rejected. The whole state is held in host memory.
 
+    :param archive: the archive of the checkpoints, as for `StorageWriter`.
     :raises TakenError: `checkpoint` already contains a checkpoint.
     :raises UnpicklingError: the file contains objects of other classes. Raised by torch.
     """
     _check_free(checkpoint)
-    _write(torch.load(path, map_location="cpu", weights_only=True), checkpoint)
+    _write(torch.load(path, map_location="cpu", weights_only=True), checkpoint, archive)
 
 
-def dcp_to_remanent(source: _Path, checkpoint: _Path) -> None:
+def dcp_to_remanent(source: _Path, checkpoint: _Path, *, archive: ArchiveOptions | None = None) -> None:
     """Converts a checkpoint of DCP's own `FileSystemWriter` to one of `StorageWriter`. DCP unpickles the source's
     metadata, so the source must be trusted.
 
+    :param archive: the archive of the checkpoints, as for `StorageWriter`.
     :raises TakenError: `checkpoint` already contains a checkpoint.
 
     >>> import torch, torch.distributed.checkpoint as dcp
@@ -67,7 +70,7 @@ def dcp_to_remanent(source: _Path, checkpoint: _Path) -> None:
     (False, True)
     """
     _check_free(checkpoint)
-    _write(_read(FileSystemReader(source)), checkpoint)
+    _write(_read(FileSystemReader(source)), checkpoint, archive)
 
 
 def remanent_to_dcp(checkpoint: _Path, target: _Path) -> None:
@@ -115,12 +118,14 @@ def dcp_to_safetensors(checkpoint: _Path, path: _Path, *, key: str | None = None
     _published(Path(path), lambda temporary: save_file(held, temporary, metadata))
 
 
-def safetensors_to_dcp(path: _Path, checkpoint: _Path, *, key: str | None = None) -> None:
+def safetensors_to_dcp(path: _Path, checkpoint: _Path, *, key: str | None = None,
+                       archive: ArchiveOptions | None = None) -> None:
     """Converts a safetensors file to a checkpoint of `StorageWriter`. A directory of such files, with or without an
     index as used by Hugging Face, is also accepted. The package `safetensors` must be installed.
 
     :param key: the entry of the state that receives the tensors, such as "model"; None stores them at the top level.
         The tensors keep their names.
+    :param archive: the archive of the checkpoints, as for `StorageWriter`.
     :raises NoStateError: `path` contains no safetensors file.
     :raises InvalidError: two files contain a tensor of the same name.
     :raises TakenError: `checkpoint` already contains a checkpoint.
@@ -139,7 +144,7 @@ def safetensors_to_dcp(path: _Path, checkpoint: _Path, *, key: str | None = None
             raise InvalidError(f"{name}: {file.name} and another file contain a tensor of this name",
                                remedy="pass a directory with the files of one model")
         state |= found
-    _write(state if key is None else {key: state}, checkpoint)
+    _write(state if key is None else {key: state}, checkpoint, archive)
 
 
 def _flatten(path: str, value: object, into: dict[str, Any]) -> None:
@@ -175,10 +180,11 @@ def _read(reader: Any) -> dict[str, Any]:
     return state
 
 
-def _write(state: dict[str, Any], checkpoint: _Path) -> None:
+def _write(state: dict[str, Any], checkpoint: _Path, archive: ArchiveOptions | None) -> None:
     from remanent.dcp import StorageWriter
 
-    state_dict_saver.save(state, storage_writer=StorageWriter(checkpoint, overwrite=False), no_dist=True)
+    writer = StorageWriter(checkpoint, overwrite=False, archive=archive)
+    state_dict_saver.save(state, storage_writer=writer, no_dist=True)
 
 
 def _published(path: Path, write: Callable[[Path], object]) -> None:

@@ -89,6 +89,9 @@ class ArchiveError(Error):
     - "damaged": an object of the archive is damaged; `remanent archive verify URL` lists all damage.
     - "limit": an object would exceed a limit of archives.
     - "directory": the directory of the store could not be read.
+    - "unnamed": a snapshot without a name cannot be archived.
+    - "not given": the archive follows the directory, but the open or save does not name it.
+    - "restore": the archive could not be restored; the message is that of `remanent restore`.
     """
 
     url: str

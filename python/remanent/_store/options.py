@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Required, TypedDict, cast
 
 from remanent._store import _native
-from remanent._store.errors import InvalidError
 
 __all__ = [
     "ArchiveOptions", "ImageOptions", "LogOptions", "MemoryOptions", "RetentionOptions", "ScrubSchedule",
@@ -196,9 +195,3 @@ def merged(defaults: StoreOptions, given: Mapping[str, object]) -> StoreOptions:
         if isinstance(group, dict) and isinstance(options[name], dict):
             options[name] = {**group, **options[name]}
     return cast(StoreOptions, options)
-
-
-def refuse_archive(options: StoreOptions, why: str, remedy: str) -> None:
-    """Raises an error for the option `archive`."""
-    if options.get("archive") is not None:
-        raise InvalidError(f"archive: {why}", remedy=remedy)

@@ -39,6 +39,11 @@ def url_of(options: StoreOptions) -> str | None:
     return url if isinstance(url, str) else None
 
 
+def url_of_rank(url: str, rank: int) -> str:
+    """Returns the URL of a rank's archive."""
+    return f"{url.removesuffix('/')}/rank-{rank}"
+
+
 def of_rank(options: StoreOptions, rank: int, of_first: str | None) -> StoreOptions:
     """Returns the options for the store of a rank, whose archive has its own URL.
 
@@ -50,7 +55,7 @@ def of_rank(options: StoreOptions, rank: int, of_first: str | None) -> StoreOpti
                            remedy="pass the same archive on all ranks")
     if url is None:
         return options
-    own = f"{url.removesuffix('/')}/rank-{rank}"
+    own = url_of_rank(url, rank)
     parts = urlsplit(own)
     if parts.scheme == "file" and not parts.netloc:
         # Only the folder of all ranks must exist.
