@@ -101,7 +101,8 @@ from remanent._util import checksummed_json, durable_files
 
 __all__ = [
     "Stager", "StorageReader", "StorageWriter", "StoredItem", "dcp_to_remanent", "dcp_to_safetensors",
-    "dcp_to_torch_save", "is_of_dcp", "remanent_to_dcp", "restore_from_archive", "safetensors_to_dcp", "torch_save_to_dcp",
+    "dcp_to_torch_save", "is_of_dcp", "remanent_to_dcp", "restore_from_archive", "safetensors_to_dcp",
+    "torch_save_to_dcp",
 ]
 
 _Path = str | os.PathLike[str]
@@ -163,7 +164,7 @@ class _AtPath:
     def _go_to(self, path: _Path) -> None:
         if "://" in os.fspath(path):
             raise InvalidError(f"path: {path!r} is a URL, not the path of a checkpoint",
-                               remedy="save with archive={\"url\": …} to a local path, and read after restore_from_archive")
+                               remedy="save to a local path with archive={\"url\": …}; load after restore_from_archive")
         # Links are not followed, since their targets may change.
         self._path = Path(os.path.abspath(path))
 
@@ -188,8 +189,8 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         either case.
     :param archive_timeout: the seconds for which requests to the archive may fail before a save fails. Slow uploads do
         not count.
-    :param options: options of `Store`, such as `images={"io": "direct"}`. With `archive`, the checkpoints of the root are
-        also copied to an object store; see below.
+    :param options: options of `Store`, such as `images={"io": "direct"}`. With `archive`, the checkpoints of the root
+        are also copied to an object store; see below.
 
     With `archive={"url": …}`, which all ranks pass for all saves to a root, the checkpoints survive the loss of all
     machines. Each rank's store has its own archive, `URL/rank-K`. A checkpoint becomes visible once the archives of all
@@ -235,7 +236,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         self._rank = _rank(kwargs)
         self._together = kwargs.get("use_collectives", True)
         if self._archive is not None and not self._together:
-            raise InvalidError("archive: ranks that save separately have no checkpoint in common that could be restored",
+            raise InvalidError("archive: ranks that save separately have no common checkpoint to restore",
                                remedy="save with use_collectives=True")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -260,8 +261,8 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         if self._archive is not None:
             self._archive.check(self._path)
         elif url is not None:
-            raise ArchiveError(f"the archive {url} follows the checkpoints in {self._path.parent}, but the save does not "
-                               "name it", kind="not given", url=url, remedy="pass archive={\"url\": …}")
+            raise ArchiveError(f"the archive {url} follows the checkpoints in {self._path.parent}, but the save does "
+                               "not name it", kind="not given", url=url, remedy="pass archive={\"url\": …}")
         durable_files.make_folder(self._path)
         durable_files.make_folder(self._stores)
         # Plans that a planner cached may contain the path of an earlier save.
@@ -302,8 +303,8 @@ class StorageWriter(_AtPath, storage.StorageWriter):
             raise
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's items and takes its snapshot. The snapshot is durable, and archived if there is an archive,
-        when the call returns."""
+        """Writes this rank's items and takes its snapshot. When the call returns, the snapshot is durable, and archived
+        if there is an archive."""
         store_name = plan.storage_data if isinstance(plan.storage_data, str) else store_of(self._rank)
         self._end_saving()
         # The save is announced before the checkpoints are listed, so that another save that lists them later finds it.
@@ -784,8 +785,8 @@ def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
 
 
 def _visible(root: Path) -> list[Listed] | None:
-    """Returns the checkpoints in a root that all ranks saved together. Returns None if the root cannot be read, or may be
-    in the middle of a rename."""
+    """Returns the checkpoints in a root that all ranks saved together. Returns None if the root cannot be read, or may
+    be in the middle of a rename."""
     found = []
     try:
         listed = _listed(root)

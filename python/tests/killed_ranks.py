@@ -1,11 +1,11 @@
 """Ranks that save together and are killed at random times: each restart must find all of them at one version.
 
-    python killed_ranks.py checkpointer|archive|dcp DIRECTORY KILLS [SEED]
+    python killed_ranks.py checkpointer|archive|dcp|dcp-archive DIRECTORY KILLS [SEED]
 
 The ranks of each round, two to four, are forks of this process, which has imported torch. They restore, check that
 every element belongs to the restored step, and save step after step, until some or all of them are killed. A save that
-was reported as complete to any rank must exist in the next round. With "archive", some rounds begin with the loss of
-all directories, and find at least the last version that was reported as archived.
+was reported as complete to any rank must exist in the next round. With "archive" and "dcp-archive", some rounds begin
+with the loss of all directories, and find at least the last version that was reported as archived.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import remanent
 import remanent.dcp
 from remanent._state import page_tree
-from remanent.dcp import StorageReader, StorageWriter
+from remanent.dcp import StorageReader, StorageWriter, restore_from_archive
 from remanent.torch import Checkpointer
 
 RANKS_MAX = 4
@@ -146,8 +146,11 @@ class Dcp:
 
     def save(self, step: int, divided: torch.Tensor, own: torch.Tensor, chance: random.Random) -> bool:
         self.state = {"divided": divided, self.own: own, "step": step, "ranks": dist.get_world_size()}
-        dcp.save(self.state, storage_writer=StorageWriter(self.path))
+        dcp.save(self.state, storage_writer=self.writer())
         return True
+
+    def writer(self) -> StorageWriter:
+        return StorageWriter(self.path)
 
     def is_archived(self, chance: random.Random) -> bool:
         return False
@@ -156,16 +159,39 @@ class Dcp:
         pass
 
 
-KINDS: dict[str, type[Run] | type[Dcp]] = {"checkpointer": Run, "archive": ArchivedRun, "dcp": Dcp}
+class ArchivedDcp(Dcp):
+    """A rank that saves with DCP, and whose checkpoints are archived in folders."""
+
+    def __init__(self, rank: int, directory: Path, divided: torch.Tensor, own: torch.Tensor) -> None:
+        super().__init__(rank, directory, divided, own)
+        # Checkpoints that were replaced are removed by the next save.
+        remanent.dcp._VISIBLE_AFTER = -1.0
+        bucket = bucket_of(directory)
+        bucket.mkdir(exist_ok=True)
+        self.archive: remanent.ArchiveOptions = {"url": bucket.as_uri(), "interval": 0.02}
+
+    def writer(self) -> StorageWriter:
+        return StorageWriter(self.path, archive=self.archive)
+
+    def is_archived(self, chance: random.Random) -> bool:
+        return True
+
+
+KINDS: dict[str, type[Run] | type[Dcp]] = {
+    "checkpointer": Run, "archive": ArchivedRun, "dcp": Dcp, "dcp-archive": ArchivedDcp}
 
 
 def bucket_of(directory: Path) -> Path:
     return directory.with_name("bucket")
 
 
-def lose(directory: Path) -> None:
+def lose(kind: str, directory: Path) -> None:
     """Removes the stores of all ranks, and restores them from their archives."""
     shutil.rmtree(directory)
+    if kind == "dcp-archive":
+        if (bucket_of(directory) / "rank-0" / "line").exists():
+            restore_from_archive(directory, {"url": bucket_of(directory).as_uri()})
+        return
     for bucket in sorted(bucket_of(directory).iterdir()):
         if (bucket / "line").exists():
             command = [sys.executable, "-m", "remanent", "restore", "--from", bucket.as_uri(), directory / bucket.name]
@@ -217,7 +243,7 @@ def start(kind: str, directory: Path, board: Board, seed: int, steps_max: int) -
             return LEFT_ALONE
         except (CheckpointException, RuntimeError) as error:
             # DCP raises torch's own errors if a rank has died.
-            if kind == "dcp" and board.said("restored")[rank] >= 0:
+            if kind.startswith("dcp") and board.said("restored")[rank] >= 0:
                 return LEFT_ALONE
             raise error
         return 0
@@ -270,8 +296,8 @@ def main(kind: str, directory: Path, kills: int, seed: int) -> None:
     chance = random.Random(seed)
     acknowledged, archived, counts = 0, 0, {"all": 0, "one by one": 0, "one": 0}
     for kill in range(kills):
-        if kind == "archive" and kill and chance.random() < 0.5:
-            lose(directory)
+        if kind.endswith("archive") and kill and chance.random() < 0.5:
+            lose(kind, directory)
             acknowledged, counts["losses"] = archived, counts.get("losses", 0) + 1
         board = Board(chance.choice([2, 3, RANKS_MAX, RANKS_MAX]))
         pids = start(kind, directory, board, seed * 100_000 + kill, 1_000_000)
@@ -287,14 +313,14 @@ def main(kind: str, directory: Path, kills: int, seed: int) -> None:
     for pid in start(kind, directory, board, seed * 100_000 + kills, 3):
         assert end_of(pid) == 0
     assert board.said("restored")[0] >= acknowledged
-    stores = directory if kind != "dcp" else directory / ".remanent"
+    stores = directory / ".remanent" if kind.startswith("dcp") else directory
     kept = []
     for rank in range(RANKS_MAX):
-        archive: Any = {"url": (bucket_of(directory) / f"rank-{rank}").as_uri()} if kind == "archive" else None
+        archive: Any = {"url": (bucket_of(directory) / f"rank-{rank}").as_uri()} if kind.endswith("archive") else None
         with remanent.Store(stores / f"rank-{rank}", device="host", memory={"load": "on_demand"},
                             archive=archive) as store:
             kept.append(sum(info.name is not None for info in store.snapshots()))
-    if kind != "dcp":
+    if not kind.startswith("dcp"):
         ranks = [len(json.loads(path.read_bytes().splitlines()[1])["parts"])
                  for path in (directory / "points").glob("*.point")]
         named = [sum(count > rank for count in ranks) for rank in range(RANKS_MAX)]

@@ -200,15 +200,10 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert step in (1, 2) and (state["w"] == step).all()
 
 
-def test_archive_of_dcp_is_refused(tmp_path: Path) -> None:
+def test_run_without_archive_cannot_wait_for_it(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from remanent.dcp import StorageWriter
     from remanent.torch import Checkpointer
 
-    archive: remanent.ArchiveOptions = {"url": _url(tmp_path / "bucket")}
-    with pytest.raises(remanent.InvalidError, match="archive"):
-        StorageWriter(tmp_path / "step", archive=archive)
-    assert not (tmp_path / "step").exists()
     with Checkpointer(tmp_path / "plain", torch.nn.Linear(2, 2)) as run:
         with pytest.raises(remanent.ArchiveError):
             run.save(1).wait_archived(60.0)

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -210,13 +210,54 @@ def test_killed_save_leaves_the_earlier_checkpoint(root: Root, is_listed: bool, 
     assert root.restore() == {"last": 2 if is_listed and is_lost else 1, "next": 3}
 
 
-def test_first_save_that_was_killed_leaves_no_checkpoint(root: Root) -> None:
+def test_first_save_that_was_killed_leaves_no_checkpoint(root: Root, tmp_path: Path) -> None:
     _killed(root, RootArchive, "add", before=True)
+    # The store of another rank of the same save.
+    (root.bucket / "rank-1").mkdir()
+    with remanent.Store(tmp_path / "second", archive={"url": (root.bucket / "rank-1").as_uri()}) as store:
+        store["k"] = b"v"
     root.lose()
     assert root.restore() == {}
+    assert (root.path / ".remanent" / "rank-1" / "STORE").exists()
     root.save("a", 1)
     root.lose()
     assert root.restore() == {"a": 1}
+
+
+def test_removed_parts_belong_to_no_checkpoint(root: Root, caplog: pytest.LogCaptureFixture) -> None:
+    root.save("a", 1)
+    root.save("b", 2)
+    shutil.rmtree(root.path / "a")
+    # The save removes the snapshot of the checkpoint, and is killed before it removes the listing.
+    _killed(root, RootArchive, "add", before=True)
+    root.lose()
+    with caplog.at_level("WARNING", "remanent"):
+        assert root.restore() == {"b": 2}
+    assert "root/a is not restored" in caplog.text
+
+
+def test_concurrent_saves_are_both_archived(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = RootArchive.add
+
+    def add(archive: RootArchive, store: Any, checkpoint: Path, *given: Any, **options: Any) -> None:
+        sound(archive, store, checkpoint, *given, **options)
+        if checkpoint.name == "slow":
+            store.close()
+            root.save("other", 2)
+
+    monkeypatch.setattr(RootArchive, "add", add)
+    root.save("slow", 1)
+    root.lose()
+    assert root.restore() == {"slow": 1, "other": 2}
+
+
+def test_concurrent_restores_wait_for_each_other(root: Root) -> None:
+    root.save("a", 1)
+    root.lose()
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(restore_from_archive, root.path, root.archive) for _ in range(3)]
+        assert [call.result() for call in calls] == [[root.path / "a"]] * 3
+    assert root.value("a") == 1
 
 
 def test_save_to_archived_root_needs_the_archive(root: Root) -> None:
@@ -262,6 +303,7 @@ def test_restored_stores_need_their_checkpoints(root: Root) -> None:
     error = root.fails("c", 3)
     assert isinstance(error, remanent.ArchiveError) and error.kind == "other store"
     assert "restore_from_archive" in error.remedy
+    assert root.restore() == {"a": 1, "b": 2}
     root.lose()
     root.restore_stores_alone()
     files = root.files()
@@ -305,3 +347,137 @@ def test_formats_read_and_write_archived_checkpoints(root: Root, tmp_path: Path)
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert torch.equal(found["model"]["w"], torch.ones(2, 3)) and found["step"] == 3
     dcp_to_safetensors(root.path / "step-3", tmp_path / "out.safetensors", key="model")
+
+
+# Ranks.
+
+
+ARCHIVED = """
+        import remanent, remanent.dcp
+        from torch.distributed.checkpoint.api import CheckpointException
+        remanent.dcp._VISIBLE_AFTER = -1.0
+        torch.set_num_threads(1)
+
+        def writer(folder, name, bucket="bucket"):
+            archive = {"url": f"file://{folder}/{bucket}", "interval": 0.1} if bucket else None
+            return StorageWriter(f"{folder}/root/{name}", archive=archive, archive_timeout=0.3)
+
+        def one_after_the_other(rank, work):
+            for each in range(dist.get_world_size()):
+                if each == rank == dist.get_rank():
+                    work()
+                dist.barrier()
+"""
+
+
+def whole(step: int) -> Any:
+    return torch.arange(60.0).reshape(10, 6) + 1000 * step
+
+
+def assert_loads(root: Root, name: str, step: int) -> None:
+    found = {"by rows": torch.zeros(10, 6), "by columns": torch.zeros(10, 6)}
+    dcp.load(found, storage_reader=StorageReader(root.path / name), no_dist=True)
+    assert torch.equal(found["by rows"], whole(step)) and torch.equal(found["by columns"], whole(step + 1))
+
+
+def test_checkpoints_of_ranks_survive_loss_of_all_machines(root: Root, tmp_path: Path) -> None:
+    in_ranks(2, ARCHIVED + """
+        def run(rank, ranks, folder):
+            mesh = begin(rank, ranks, folder)
+            state = {"by rows": of_step(1, mesh, 0), "by columns": of_step(2, mesh, 1)}
+            dcp.save(state, storage_writer=writer(folder, "one"))
+            state = {"by rows": of_step(3, mesh, 0), "by columns": of_step(4, mesh, 1)}
+            dcp.async_save(state, storage_writer=writer(folder, "two")).result()
+            end(rank, ranks, folder)
+    """, str(tmp_path))
+    root.lose()
+    # The archive of one rank cannot be reached.
+    bucket, away = root.bucket / "rank-1", tmp_path / "away"
+    bucket.rename(away)
+    with pytest.raises(remanent.ArchiveError) as raised:
+        restore_from_archive(root.path, root.archive)
+    assert raised.value.kind == "restore" and raised.value.url.endswith("rank-1")
+    assert not list(root.path.glob("*/.metadata")) and not bucket.exists()
+    assert isinstance(root.fails("three", 3), remanent.RefusedError)
+    with pytest.raises(remanent.RefusedError, match="is being restored from"):
+        restore_from_archive(root.path, {"url": tmp_path.as_uri()})
+    away.rename(bucket)
+    assert [path.name for path in restore_from_archive(root.path, root.archive)] == ["one", "two"]
+    # One process loads what two ranks saved.
+    assert_loads(root, "one", 1)
+    assert_loads(root, "two", 3)
+    # The store of one rank is lost, and another one is in its place.
+    second = root.path / ".remanent" / "rank-1"
+    shutil.rmtree(second)
+    remanent.Store(second).close()
+    with pytest.raises(remanent.RefusedError, match="rank-1 contains store"):
+        restore_from_archive(root.path, root.archive)
+    shutil.rmtree(second)
+    assert [path.name for path in restore_from_archive(root.path, root.archive)] == ["one", "two"]
+    assert_loads(root, "two", 3)
+    in_ranks(3, ARCHIVED + """
+        def run(rank, ranks, folder):
+            mesh = begin(rank, ranks, folder)
+            state = {"by rows": of_step(0, mesh, 1), "by columns": of_step(0, mesh, 0)}
+            dcp.load(state, storage_reader=StorageReader(folder + "/root/two"))
+            assert torch.equal(state["by rows"].full_tensor(), torch.arange(60.0).reshape(10, 6) + 3000)
+            # The third rank has no item, but its store is archived, too.
+            dcp.save({"by rows": of_step(5, mesh, 0), "by columns": of_step(6, mesh, 1)},
+                     storage_writer=writer(folder, "three"))
+            dcp.save({"all": torch.ones(2)}, storage_writer=writer(folder, "four"))
+            end(rank, ranks, folder)
+    """, str(tmp_path))
+    root.lose()
+    assert [path.name for path in restore_from_archive(root.path, root.archive)] == ["one", "two", "three", "four"]
+    assert_loads(root, "one", 1)
+    assert_loads(root, "three", 5)
+    assert (root.path / ".remanent" / "rank-2" / "STORE").exists()
+
+
+def test_ranks_keep_a_common_checkpoint_in_all_archives(root: Root, tmp_path: Path) -> None:
+    said = in_ranks(2, ARCHIVED + """
+        def fails(folder, name, bucket="bucket"):
+            try:
+                dcp.save({"own": torch.full((1000,), 7.0), f"of {dist.get_rank()}": torch.ones(9)},
+                         storage_writer=writer(folder, name, bucket))
+            except CheckpointException as error:
+                [(rank, (failure, _))] = error.failures.items()
+                return rank, failure
+            assert False
+
+        def run(rank, ranks, folder):
+            mesh = begin(rank, ranks, folder)
+            # Before the first save, no store knows its archive.
+            for bucket in ("other", None):
+                failed, failure = fails(folder, "last", bucket if rank == 1 else "bucket")
+                assert failed == 0 and isinstance(failure, remanent.InvalidError), failure
+                assert "rank 1 passed another URL" in str(failure), failure
+                assert not os.path.exists(f"{folder}/bucket/rank-0") and not os.path.exists(f"{folder}/other")
+            for step in (1, 2):
+                state = {"by rows": of_step(step, mesh, 0), "by columns": of_step(step + 1, mesh, 1)}
+                dcp.save(state, storage_writer=writer(folder, "last"))
+            sound = remanent.dcp._write_items
+            bucket, away = f"{folder}/bucket/rank-1", f"{folder}/away"
+
+            def lose_bucket(*given):
+                keys = sound(*given)
+                if rank == 1:
+                    os.rename(bucket, away)
+                return keys
+
+            for attempt in range(3):
+                remanent.dcp._write_items = lose_bucket
+                failed, failure = fails(folder, "last")
+                assert failed == 1 and isinstance(failure, remanent.ArchiveError), failure
+                assert "not archived" in str(failure) and failure.url.endswith("bucket"), failure
+                one_after_the_other(1, lambda: os.rename(away, bucket))
+                # The next attempt archives what the last one left, and removes it.
+                remanent.dcp._write_items = sound
+            os.write(1, f"rank {rank}: fine\\n".encode())
+            end(rank, ranks, folder)
+    """, str(tmp_path))
+    assert said == ["rank 0: fine", "rank 1: fine"]
+    assert_loads(root, "last", 2)
+    root.lose()
+    assert restore_from_archive(root.path, root.archive) == [root.path / "last"]
+    assert_loads(root, "last", 2)

@@ -36,7 +36,7 @@ def test_ranks_continue_from_archives(tmp_path: Path, check: str) -> None:
     assert done.stdout == f"{check} fine\n", f"{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("kind", ["checkpointer", "archive", "dcp"])
+@pytest.mark.parametrize("kind", ["checkpointer", "archive", "dcp", "dcp-archive"])
 def test_killed_ranks_agree_on_version(tmp_path: Path, kind: str) -> None:
     done = said_by("killed_ranks.py", kind, str(tmp_path / "run"), "10", "7")
     assert done.returncode == 0, done.stderr

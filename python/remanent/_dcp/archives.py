@@ -38,7 +38,7 @@ from remanent._versions import rank_archives
 
 _Path = str | os.PathLike[str]
 
-# The folder of a root that contains the stores, the file that lists the items of a checkpoint, and the kind of that file.
+# The folder of a root that contains the stores, the file that lists the items of a checkpoint, and the file's kind.
 STORES = ".remanent"
 METADATA = ".metadata"
 KIND = "checkpoint"
@@ -97,7 +97,8 @@ class RootArchive:
         self._options, self._timeout = options, timeout
         url = rank_archives.url_of(options)
         if url is None:
-            raise InvalidTypeError("archive: must be a dict with the entry \"url\", a text", remedy="pass {\"url\": \"s3://…\"}")
+            raise InvalidTypeError("archive: must be a dict with the entry \"url\", a str",
+                                   remedy="pass {\"url\": \"s3://bucket/run-7\"}")
         if not timeout >= 0:
             raise InvalidError(f"archive_timeout: {timeout} is not a number of seconds from 0 on")
         self.url = url
@@ -128,7 +129,7 @@ class RootArchive:
             return
         if is_restored:
             raise RefusedError(f"{stores} was restored from an archive without the checkpoints that it contains",
-                               remedy=f"call remanent.dcp.restore_from_archive({os.fspath(checkpoint.parent)!r}, …) first")
+                               remedy=f"first call restore_from_archive({os.fspath(checkpoint.parent)!r}, …)")
 
     def wait_kept(self, store: _native.Store, snapshot: _native.SnapshotInfo) -> None:
         """Waits until the archive keeps a snapshot of a rank's store.
@@ -238,8 +239,8 @@ def restore_from_archive(root: _Path, archive: ArchiveOptions) -> list[Path]:
     first restored store on, the lost machine can no longer save to them. Existing stores and checkpoints are unchanged.
     If the restore was interrupted, call it again. One process calls it for all ranks; other calls wait.
 
-    A checkpoint is restored if its save returned, or was interrupted after all of it was archived. Checkpoints that were
-    renamed or removed after the last save are restored as they were during that save.
+    A checkpoint is restored if its save returned, or was interrupted after all of it was archived. Checkpoints that
+    were renamed or removed after the last save are restored as they were during that save.
 
     :param root: the folder that contains the checkpoints, which need not exist.
     :param archive: the argument `archive` of the `StorageWriter` that saved them.
@@ -309,8 +310,8 @@ def _restored(root: Path, where: RootArchive, claim: _Claim) -> list[Path]:
         if page.name not in found and _is_whole(stores, named):
             found[page.name] = page
     for name in {page.name for page in pages} - found.keys():
-        logging.getLogger("remanent").warning("%s is not restored, because the archives do not contain all of its parts: "
-                                              "it was removed, or its save was interrupted", root / name)
+        logging.getLogger("remanent").warning("%s is not restored, because the archives do not contain all of its "
+                                              "parts: it was removed, or its save was interrupted", root / name)
     if not is_archived:
         for page in found.values():
             path = root / page.name / METADATA
@@ -360,7 +361,8 @@ def _run_restore(url: str, directory: Path, settings: dict[str, str]) -> None:
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "remanent", "restore", "--quiet", "--from", url, os.fspath(directory)]
-    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                          check=False)
     if done.returncode != 0:
         text = done.stderr.strip().removeprefix("remanent: ") or f"the restore ended with status {done.returncode}"
         raise ArchiveError(text if url in text else f"{url}: {text}", kind="restore", url=url,
