@@ -164,7 +164,7 @@ class _AtPath:
     def _go_to(self, path: _Path) -> None:
         if "://" in os.fspath(path):
             raise InvalidError(f"path: {path!r} is a URL, not the path of a checkpoint",
-                               remedy="save to a local path with archive={\"url\": …}; load after restore_from_archive")
+                               remedy="save to a local path with `archive`; load after restore_from_archive")
         # Links are not followed, since their targets may change.
         self._path = Path(os.path.abspath(path))
 

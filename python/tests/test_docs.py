@@ -52,7 +52,8 @@ EXAMPLES = {
     "remanent": None, "remanent._state.page_tree": None, "remanent.kv": None,
     "remanent._checkpoint.checkpointer": "torch", "remanent._versions.retention": "torch", "remanent.dcp": "torch",
     "remanent.torch": "torch", "remanent.weights": "torch", "remanent._tensors.tensor_files": "safetensors.torch",
-    "remanent._dcp.formats": "safetensors.torch", "remanent.integrations.torch_checkpointing": "torch_checkpointing",
+    "remanent._dcp.archives": "torch", "remanent._dcp.formats": "safetensors.torch",
+    "remanent.integrations.torch_checkpointing": "torch_checkpointing",
     "remanent.jax": "jax",
 }
 
