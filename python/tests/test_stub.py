@@ -19,6 +19,12 @@ def test_docstrings_are_those_of_the_native_module() -> None:
     assert native_stub.with_docstrings(STUB) == STUB, "run python/tests/native_stub.py"
 
 
+def test_exported_names_are_those_of_the_native_module() -> None:
+    [listed] = [each.value for each in ast.parse(STUB).body
+                if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "__all__"]
+    assert sorted(ast.literal_eval(listed)) == sorted(native_stub._native.__all__)
+
+
 def test_every_public_definition_has_a_docstring() -> None:
     assert [name for name, node, _ in DEFINITIONS
             if native_stub.is_public(name) and not ast.get_docstring(node)] == []
