@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 import textwrap
 from pathlib import Path
 
@@ -14,9 +15,11 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
 import stand_ins  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
 
 HOST = stand_ins.torchtitan()
 
+from remanent.dcp import StorageReader, restore_from_archive  # noqa: E402
 from remanent.integrations import torchtitan  # noqa: E402
 
 RUN = f"""
@@ -109,12 +112,14 @@ def test_documented_configuration_creates_manager() -> None:
 
 
 def test_ranks_continue_from_manager_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
     said = in_ranks(2, RUN + """
     def run(rank, ranks, root):
         mesh = begin(rank, ranks, root)
         for mode in ("disabled", "async", "async_with_pinned_mem"):
             config = CheckpointManager.Config(enable=True, interval=2, keep_latest_k=2, last_save_model_only=False,
-                                              async_mode=mode, verify=True, folder=mode)
+                                              async_mode=mode, verify=True, folder=mode,
+                                              archive_url=f"file://{root}/bucket" if mode == "async" else None)
             first = Trainer(config, root, mesh, 0)
             assert not first.checkpointer.load()
             first.train(9)
@@ -150,3 +155,9 @@ def test_ranks_continue_from_manager_checkpoint(tmp_path: Path) -> None:
     """, str(tmp_path))
     assert said == ["rank 0: fine", "rank 1: fine"]
     assert sorted(each.name for each in tmp_path.glob("async/.remanent/rank-*")) == ["rank-0", "rank-1"]
+    shutil.rmtree(tmp_path / "async")
+    restored = restore_from_archive(tmp_path / "async", {"url": (tmp_path / "bucket").as_uri()})
+    assert [path.name for path in restored[-2:]] == ["step-8", "step-9"]
+    state = {"train_state": {"step": 0}}
+    dcp.load(state, storage_reader=StorageReader(restored[-1]), no_dist=True)
+    assert state["train_state"]["step"] == 9

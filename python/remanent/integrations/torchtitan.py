@@ -40,6 +40,8 @@ with _hosts.importing(_hosts.TORCHTITAN):
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+    from remanent._store.options import ArchiveOptions
+
 __all__ = ["CheckpointManager"]
 
 
@@ -53,16 +55,22 @@ class CheckpointManager(DcpCheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(DcpCheckpointManager.Config):
-        """The options of torchtitan's own manager, and `verify`."""
+        """The options of torchtitan's own manager, `verify` and `archive_url`."""
 
         verify: bool = False
         """Whether to read back everything from the disk before a save completes."""
+
+        archive_url: str | None = None
+        """The URL of the archive to which checkpoints are saved as well, see `remanent.dcp.StorageWriter`. After the
+        loss of all machines, call `remanent.dcp.restore_from_archive` for the folder of checkpoints before the job
+        starts. None archives nothing."""
 
     def __init__(self, config: Config, **given: Any) -> None:
         super().__init__(config, **given)
         if not self.enable:
             return
         self._verify = config.verify
+        self._archive: ArchiveOptions | None = None if config.archive_url is None else {"url": config.archive_url}
         if self.async_mode is not AsyncMode.DISABLED:
             # torchtitan waits for the copies before an optimizer step, or else for a future that contains none.
             overlap = self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM
@@ -78,7 +86,7 @@ class CheckpointManager(DcpCheckpointManager):
         if to_hf:
             saving = super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
             return saving
-        writer = StorageWriter(checkpoint_id, verify=self._verify)
+        writer = StorageWriter(checkpoint_id, verify=self._verify, archive=self._archive)
         if async_mode is AsyncMode.DISABLED:
             save(state_dict, storage_writer=writer)
         else:
