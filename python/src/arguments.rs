@@ -160,6 +160,7 @@ objects! {
     copy: PyWorkingCopy, "a WorkingCopy";
     pattern: PyBytes, BYTES;
     pages as "pages": PyDict, DICT;
+    archive as "archive": PyDict, DICT;
 }
 
 pub fn metadata<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyDict>>> {

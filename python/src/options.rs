@@ -303,8 +303,24 @@ fn tiers(given: &mut Given<'_>) -> PyResult<Option<Tiers>> {
     Ok(Some(if is_lru { tiers.lru() } else { tiers }))
 }
 
+/// Converts the options of an archive that a view shows.
+///
+/// # Errors
+/// `TypeError` and `ValueError` for options.
+pub fn viewed_archive(values: &Bound<'_, PyDict>) -> PyResult<ArchiveOptions> {
+    let mut given = Given::new(values.py(), "archive.", Some(values))?;
+    let archive = archive_options(&mut given)?;
+    given.refuse_unknown()?;
+    Ok(archive)
+}
+
 /// Returns the options of the group `archive`, or `None` if the group is not given.
 fn archive(given: &mut Given<'_>) -> PyResult<Option<ArchiveOptions>> {
+    let archive = archive_options(given)?;
+    Ok(given.is_given.then_some(archive))
+}
+
+fn archive_options(given: &mut Given<'_>) -> PyResult<ArchiveOptions> {
     let url = given.take::<String>("url", TEXT)?;
     if url.is_none() && given.is_given {
         return Err(invalid_type("archive has no url", "pass archive.url, such as \"s3://bucket/run-7\""));
@@ -323,5 +339,6 @@ fn archive(given: &mut Given<'_>) -> PyResult<Option<ArchiveOptions>> {
     given.set("log_len_max", UNSIGNED, &mut archive.log_len_max)?;
     given.set("required", BOOL, &mut archive.required)?;
     given.set("takeover", BOOL, &mut archive.takeover)?;
-    Ok(given.is_given.then_some(archive))
+    given.set("cache_len_max", UNSIGNED, &mut archive.cache_len_max)?;
+    Ok(archive)
 }

@@ -3,12 +3,13 @@
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::history::KeptStates;
-use remanent::{Lsn, Store};
+use remanent::{Lsn, Store, View};
 
 use crate::arguments;
 use crate::blame::{PyValueChange, blame};
 use crate::errors::{OrRaise, VIEW};
 use crate::load_pages::load_pages;
+use crate::options::viewed_archive;
 use crate::page_name::{PageName, page_names, state_point};
 use crate::reader::Reader;
 use crate::source::{PastSource, Source};
@@ -116,6 +117,48 @@ impl PyView {
         let view = view.or_raise(py, Some(&path))?;
         let reader = Reader::new(Source::Past(PastSource::new(view, path)));
         Ok(PyClassInitializer::from(reader).add_subclass(Self))
+    }
+
+    /// Opens a state of an archive without restoring it, and returns its `View`. The archive is not changed, and its
+    /// writer goes on. The credential needs to read only.
+    ///
+    /// The call fetches the log of the state into a temporary folder, which is removed with the view. Parts of images,
+    /// up to 8 MiB each, are fetched when a page in them is read. A named snapshot needs no log.
+    ///
+    /// :param archive: the archive; see `ArchiveOptions`. Only `url`, `settings` and `cache_len_max` are used.
+    /// :param at: the state, as for the constructor; None opens the newest state.
+    /// :raises ArchiveError: the archive cannot be reached or is empty, or an object is damaged or missing. Reads of
+    ///     pages also raise this error.
+    /// :raises NoStateError: the archive does not keep the state.
+    /// :raises OvertakenError: a writer removes data of the state faster than it can be read. Reads of pages also raise
+    ///     this error, at the earliest after two newer snapshots. A named snapshot is kept.
+    ///
+    /// >>> import pathlib
+    /// >>> folder = pathlib.Path(directory + "-archive")
+    /// >>> folder.mkdir()
+    /// >>> with remanent.Store(directory, archive={"url": folder.as_uri()}) as store:
+    /// ...     store["k"] = b"best"
+    /// ...     _ = store.wait_archived(store.snapshot("best"))
+    /// ...     store["k"] = b"last"
+    /// >>> with remanent.View.open_archive({"url": folder.as_uri()}, "best") as view:
+    /// ...     view["k"], view.lsn
+    /// (b'best', 1)
+    #[staticmethod]
+    #[pyo3(signature = (archive, at=None))]
+    fn open_archive(
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::archive)] archive: Bound<'_, PyDict>,
+        at: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<Py<Self>> {
+        let archive = viewed_archive(&archive)?;
+        let point = at.map(|at| state_point(&at)).transpose()?;
+        crate::log::update_level(py)?;
+        let view = py.detach(|| match &point {
+            Some(point) => View::open_archive_at(&archive, point),
+            None => View::open_archive(&archive),
+        });
+        let reader = Reader::new(Source::Past(PastSource::new(view.or_raise(py, None)?, archive.url)));
+        Py::new(py, PyClassInitializer::from(reader).add_subclass(Self))
     }
 
     /// The identity of the store as hexadecimal text.

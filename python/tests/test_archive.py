@@ -200,6 +200,64 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert step in (1, 2) and (state["w"] == step).all()
 
 
+def test_view_shows_states_of_an_archive(tmp_path: Path) -> None:
+    url = _url(tmp_path / "bucket")
+    archive: remanent.ArchiveOptions = {"url": url}
+    with remanent.Store(tmp_path / "store", archive=archive) as store:
+        store["k"] = b"1" * 100_000
+        assert store.wait_archived(store.snapshot("best"), timeout=60)
+        store["k"] = b"2" * 100_000
+        batch = store.batch(ack="archived")
+        batch.set_root("step", 2)
+        store.commit(batch)
+        with remanent.View.open_archive(archive) as newest, remanent.View.open_archive(archive, "best") as best:
+            assert newest["k"] == b"2" * 100_000 and newest.root["step"] == 2 and newest.id == store.id
+            assert best["k"] == b"1" * 100_000 and best.lsn == 1 and "step" not in best.root
+            assert remanent.View.open_archive(archive, 2)["k"] == b"2" * 100_000
+            assert url in repr(best)
+            out = bytearray(100_000)
+            best.load({"k": out})
+            assert out == b"1" * 100_000
+            best.prove(["k"])
+            best.fork(tmp_path / "fork")
+        # The writer was not disturbed, and the store continues.
+        with store.batch(ack="archived") as batch:
+            batch.set_root("step", 3)
+        with pytest.raises(remanent.Error, match="closed"):
+            best["k"]
+    shutil.rmtree(tmp_path / "store")
+    with remanent.View.open_archive({**archive, "cache_len_max": 0}) as view:
+        assert view["k"] == b"2" * 100_000 and view.root["step"] == 3
+    with remanent.Store(tmp_path / "fork") as fork:
+        assert fork["k"] == b"1" * 100_000
+
+
+def test_view_of_an_archive_names_its_failures(tmp_path: Path) -> None:
+    url = _url(tmp_path / "bucket")
+    with remanent.Store(tmp_path / "store", archive={"url": url}) as store:
+        store["k"] = b"1" * 100_000
+        assert store.wait_archived(store.snapshot("best"), timeout=60)
+    for at in ("better", "lsn:9", "snapshot:7"):
+        with pytest.raises(remanent.NoStateError):
+            remanent.View.open_archive({"url": url}, at)
+    for given, kind in [({"url": _url(tmp_path / "empty")}, "lost"), ({"url": "ftp://host/path"}, "settings"),
+                        ({"url": (tmp_path / "missing").as_uri()}, "settings")]:
+        with pytest.raises(remanent.ArchiveError) as raised:
+            remanent.View.open_archive(given)  # type: ignore[arg-type]
+        assert raised.value.kind == kind and raised.value.remedy, raised.value
+    for wrong in (url, {}, {"url": 3}, {"url": url, "cache_len_max": "4"}, {"url": url, "cache": 4}):
+        with pytest.raises(remanent.InvalidTypeError, match="archive"):
+            remanent.View.open_archive(wrong)  # type: ignore[arg-type]
+    files = {path: path.read_bytes() for path in (tmp_path / "bucket").rglob("*") if path.is_file()}
+    with remanent.View.open_archive({"url": url}, "best") as view:
+        for path in files:
+            if path.parent.name == "data":
+                path.unlink()
+        with pytest.raises(remanent.ArchiveError) as raised:
+            view["k"]
+        assert raised.value.kind == "damaged", raised.value
+
+
 def test_run_without_archive_cannot_wait_for_it(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from remanent.torch import Checkpointer

@@ -850,6 +850,34 @@ class View(Reader):
     """
 
     def __new__(cls, path: _Path, at: _At | None = None) -> Self: ...
+    @staticmethod
+    def open_archive(archive: ArchiveOptions, at: _At | None = None) -> View:
+        """Opens a state of an archive without restoring it, and returns its `View`. The archive is not changed, and its
+        writer goes on. The credential needs to read only.
+
+        The call fetches the log of the state into a temporary folder, which is removed with the view. Parts of images,
+        up to 8 MiB each, are fetched when a page in them is read. A named snapshot needs no log.
+
+        :param archive: the archive; see `ArchiveOptions`. Only `url`, `settings` and `cache_len_max` are used.
+        :param at: the state, as for the constructor; None opens the newest state.
+        :raises ArchiveError: the archive cannot be reached or is empty, or an object is damaged or missing. Reads of
+            pages also raise this error.
+        :raises NoStateError: the archive does not keep the state.
+        :raises OvertakenError: a writer removes data of the state faster than it can be read. Reads of pages also raise
+            this error, at the earliest after two newer snapshots. A named snapshot is kept.
+
+        >>> import pathlib
+        >>> folder = pathlib.Path(directory + "-archive")
+        >>> folder.mkdir()
+        >>> with remanent.Store(directory, archive={"url": folder.as_uri()}) as store:
+        ...     store["k"] = b"best"
+        ...     _ = store.wait_archived(store.snapshot("best"))
+        ...     store["k"] = b"last"
+        >>> with remanent.View.open_archive({"url": folder.as_uri()}, "best") as view:
+        ...     view["k"], view.lsn
+        (b'best', 1)
+        """
+
     @property
     def id(self) -> str:
         """The identity of the store as hexadecimal text."""

@@ -150,6 +150,8 @@ class ArchiveOptions(TypedDict, total=False):
     - `takeover`: whether the directory may continue an archive to which another directory of the store has written. Set
       it if that other directory is lost. Default: False. The batches of the archive must be in this directory in any
       case.
+    - `cache_len_max`: the bytes of image data that a view of the archive keeps in its temporary folder. Default:
+      4294967296. Only `View.open_archive` uses it.
 
     >>> import pathlib
     >>> folder = pathlib.Path(directory, "archive")
@@ -167,6 +169,7 @@ class ArchiveOptions(TypedDict, total=False):
     log_len_max: int
     required: bool
     takeover: bool
+    cache_len_max: int
 
 
 class StoreOptions(TypedDict, total=False):
