@@ -23,7 +23,8 @@ it. All ranks need access to the root, for example on a shared file system. Save
 because a rank's store is open while the rank writes.
 
 With `StorageWriter(path, archive={"url": …})`, checkpoints are also in an object store when their saves return, and
-`restore_from_archive` restores the root after the loss of all machines.
+`restore_from_archive` restores the root after the loss of all machines. `StorageReader(path, archive=…)` loads a
+checkpoint without a restore.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ from remanent._store.errors import (
     RefusedError,
     TakenError,
 )
-from remanent._store.options import StoreOptions, merged
+from remanent._store.options import ArchiveOptions, StoreOptions, merged
 from remanent._tensors import conversion
 from remanent._tensors.storages import extents_there
 from remanent._util import checksummed_json, durable_files
@@ -164,7 +165,7 @@ class _AtPath:
     def _go_to(self, path: _Path) -> None:
         if "://" in os.fspath(path):
             raise InvalidError(f"path: {path!r} is a URL, not the path of a checkpoint",
-                               remedy="save to a local path with `archive`; load after restore_from_archive")
+                               remedy="use a local path, and pass the URL as archive={\"url\": …}")
         # Links are not followed, since their targets may change.
         self._path = Path(os.path.abspath(path))
 
@@ -360,15 +361,31 @@ class StorageReader(_AtPath, storage.StorageReader):
     :param path: the path of the checkpoint, `root/name`. A call's `checkpoint_id` overrides it.
     :param cast: whether to convert elements to the types of the target tensors, as DCP's own reader does. If False,
         tensors with other element types are rejected.
+    :param archive: the archive with which the checkpoint was saved. The checkpoint is then read from the archive
+        without a restore, and of `path`, which need not exist, only the name of the checkpoint is used. The archive is
+        not changed, and its writer goes on. Each rank fetches only the parts that it needs, of up to 8 MiB each.
 
     Errors of ranks are contained in the `CheckpointException` that DCP raises. `NoStateError` means that the checkpoint
     does not exist. `RefusedError` means that a tensor cannot represent the checkpoint's values; no tensor of that rank
     has changed. `DamagedError` means that bytes on disk differ from the bytes written; tensors that were already loaded
-    keep their new values.
+    keep their new values. `ArchiveError` means that an archive cannot be reached or is damaged.
+
+    >>> import pathlib, torch, torch.distributed.checkpoint as dcp
+    >>> from remanent.dcp import StorageReader, StorageWriter
+    >>> bucket = pathlib.Path(directory + "-bucket")
+    >>> bucket.mkdir()
+    >>> archive = {"url": bucket.as_uri()}
+    >>> writer = StorageWriter(directory + "/step-1", archive=archive)
+    >>> _ = dcp.save({"w": torch.ones(2, 3)}, storage_writer=writer, no_dist=True)
+    >>> state = {"w": torch.zeros(2, 3)}
+    >>> dcp.load(state, storage_reader=StorageReader("step-1", archive=archive), no_dist=True)
+    >>> state["w"].sum().item()
+    6.0
     """
 
-    def __init__(self, path: _Path, *, cast: bool = False) -> None:
+    def __init__(self, path: _Path, *, cast: bool = False, archive: ArchiveOptions | None = None) -> None:
         super().__init__()
+        self._archive = None if archive is None else RootArchive({"archive": archive}, 0.0)
         self._go_to(path)
         self._cast = cast
         # The element types of tensors, by name.
@@ -390,15 +407,26 @@ class StorageReader(_AtPath, storage.StorageReader):
         :raises NoStateError: there is no checkpoint at this path.
         :raises DamagedError: the metadata is damaged.
         """
-        rank = kwargs.get("rank")
+        if self._archive is not None:
+            found = _metadata_in(self._archive.metadata_of(self._path), _metadata_path(self._path, None))
+        else:
+            found = self._read_metadata(kwargs.get("rank"))
+        if found.storage_meta is not None:
+            found.storage_meta.load_id = self.load_id
+        return found
+
+    def _read_metadata(self, rank: int | None) -> Metadata:
         if rank is not None and _metadata_path(self._path, None).exists():
             # If the metadata of all ranks cannot be read, DCP requests the metadata of a single rank, which would
             # belong to another save.
             _proven(_metadata_path(self._path, None))
-        found = _read(_metadata_path(self._path, rank))
-        if found.storage_meta is not None:
-            found.storage_meta.load_id = self.load_id
-        return found
+        path = _metadata_path(self._path, rank)
+        return _metadata_in(_checked(path), path)
+
+    def _view(self, store: str, snapshot: str) -> _native.View:
+        if self._archive is not None:
+            return self._archive.view(store, f"name:{snapshot}")
+        return _native.View(_root_of(self._path) / STORES / store, f"name:{snapshot}")
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any,
                               **kwargs: Any) -> None:
@@ -429,7 +457,7 @@ class StorageReader(_AtPath, storage.StorageReader):
             by_snapshot[stored.store, stored.store_id, stored.snapshot].append(item)
         for (store, store_id, snapshot), items in by_snapshot.items():
             try:
-                view = _native.View(_root_of(self._path) / STORES / store, f"name:{snapshot}")
+                view = self._view(store, snapshot)
             except NoStateError as error:
                 raise NoStateError(f"{self._path} was replaced or removed during the load", remedy="load again") from error
             with view:
@@ -886,6 +914,19 @@ def _proven(path: Path) -> tuple[bytes, bytes]:
 
     :raises NoStateError: the file does not exist, or was not written by this package.
     """
+    return _parts_of(_checked(path), path)
+
+
+def _parts_of(content: bytes, path: Path) -> tuple[bytes, bytes]:
+    stores, rest = checksummed_json.parts_of(KIND, content, path)
+    return stores, rest
+
+
+def _checked(path: Path) -> bytes:
+    """Returns the contents of a metadata file.
+
+    :raises NoStateError: the file does not exist, or was not written by this package.
+    """
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -899,12 +940,12 @@ def _proven(path: Path) -> tuple[bytes, bytes]:
     beginning = checksummed_json.begins(KIND)
     if len(content) >= len(beginning) and not content.startswith(beginning):
         raise NoStateError(f"{path} is not a checkpoint of this package")
-    stores, rest = checksummed_json.parts_of(KIND, content, path)
-    return stores, rest
+    return content
 
 
-def _read(path: Path) -> Metadata:
-    stores, held = (json.loads(part) for part in _proven(path))
+def _metadata_in(content: bytes, path: Path) -> Metadata:
+    """Returns the metadata in the contents of a metadata file."""
+    stores, held = (json.loads(part) for part in _parts_of(content, path))
     entries: dict[str, Any] = {}
     for name, entry in held["tensors"].items():
         if entry is None:

@@ -70,10 +70,14 @@ class Root:
         failure = raised.value.failures[0]
         return failure[0] if isinstance(failure, tuple) else failure
 
-    def value(self, name: str) -> int:
-        """Returns the value of a checkpoint, all bytes of which are checked."""
+    def value(self, name: str, *, archived: bool = False) -> int:
+        """Returns the value of a checkpoint, all bytes of which are checked.
+
+        :param archived: whether to read the checkpoint from the archive.
+        """
         state = {"w": torch.zeros(300, 4), "frozen": torch.zeros(20_000), "step": -1}
-        dcp.load(state, storage_reader=StorageReader(self.path / name), no_dist=True)
+        reader = StorageReader(self.path / name, archive=self.archive if archived else None)
+        dcp.load(state, storage_reader=reader, no_dist=True)
         for entry, expected in self.state(state["step"]).items():
             assert torch.equal(state[entry], expected) if entry != "step" else state[entry] == expected, entry
         return int(state["step"])
@@ -119,6 +123,39 @@ def test_checkpoints_survive_loss_of_the_root(root: Root) -> None:
     root.save("d", 5)
     root.lose()
     assert root.restore() == {"a": 1, "c": 3, "b": 4, "d": 5}
+
+
+def test_checkpoints_are_read_from_the_archive(root: Root) -> None:
+    root.save("a", 1)
+    root.save("last", 2)
+    root.save("last", 3)
+    assert (root.value("a", archived=True), root.value("last", archived=True)) == (1, 3)
+    part = {"w": torch.zeros(300, 4)}
+    dcp.load(part, storage_reader=StorageReader("a", archive=root.archive), no_dist=True)
+    assert bool((part["w"] == 1).all())
+    with pytest.raises(remanent.NoStateError, match="contains no checkpoint 'b'") as raised:
+        StorageReader("b", archive=root.archive).read_metadata()
+    assert "['a', 'last']" in raised.value.remedy
+    # The readers did not disturb the writer.
+    root.save("b", 4)
+    root.lose()
+    assert [root.value(name, archived=True) for name in ("a", "last", "b")] == [1, 3, 4]
+    assert not root.path.exists()
+    root.bucket.rename(root.bucket.with_name("away"))
+    with pytest.raises(CheckpointException):
+        root.value("a", archived=True)
+    with pytest.raises(remanent.ArchiveError):
+        StorageReader("a", archive=root.archive).read_metadata()
+
+
+def test_removed_parts_are_not_read_from_the_archive(root: Root) -> None:
+    root.save("a", 1)
+    root.save("b", 2)
+    shutil.rmtree(root.path / "a")
+    _killed(root, RootArchive, "add", before=True)
+    assert root.value("b", archived=True) == 2
+    with pytest.raises(remanent.NoStateError, match="contains no checkpoint 'a'"):
+        StorageReader("a", archive=root.archive).read_metadata()
 
 
 def test_archive_follows_renamed_and_removed_checkpoints(root: Root) -> None:
@@ -374,9 +411,10 @@ def whole(step: int) -> Any:
     return torch.arange(60.0).reshape(10, 6) + 1000 * step
 
 
-def assert_loads(root: Root, name: str, step: int) -> None:
+def assert_loads(root: Root, name: str, step: int, *, archived: bool = False) -> None:
     found = {"by rows": torch.zeros(10, 6), "by columns": torch.zeros(10, 6)}
-    dcp.load(found, storage_reader=StorageReader(root.path / name), no_dist=True)
+    reader = StorageReader(root.path / name, archive=root.archive if archived else None)
+    dcp.load(found, storage_reader=reader, no_dist=True)
     assert torch.equal(found["by rows"], whole(step)) and torch.equal(found["by columns"], whole(step + 1))
 
 
@@ -406,6 +444,7 @@ def test_checkpoints_of_ranks_survive_loss_of_all_machines(root: Root, tmp_path:
     # One process loads what two ranks saved.
     assert_loads(root, "one", 1)
     assert_loads(root, "two", 3)
+    assert_loads(root, "two", 3, archived=True)
     # The store of one rank is lost, and another one is in its place.
     second = root.path / ".remanent" / "rank-1"
     shutil.rmtree(second)

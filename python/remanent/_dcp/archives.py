@@ -8,6 +8,7 @@ visible in the root is thus in the archives, and a listing without its snapshots
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import fcntl
 import json
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 from remanent._store import _native
@@ -54,6 +55,8 @@ _RANKS = "ranks"
 _NAME, _SUM, _NUMBER, _TOKEN, _CREATED = "checkpoint", "sum", "number", "save", "created"
 # The seconds between two looks at the state of an archive.
 _LOOK = 0.5
+# The number of archives that are opened at once.
+_OPENED_AT_ONCE = 8
 # The prefixes of the environment variables that contain the settings of a bucket, by the scheme of its URL.
 _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
@@ -61,6 +64,14 @@ _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 def store_of(rank: int) -> str:
     """Returns the name of a rank's store."""
     return f"rank-{rank}"
+
+
+def _number_of(store: str) -> int:
+    return int(store.removeprefix("rank-"))
+
+
+def _open_view(archive: ArchiveOptions, at: str | None) -> _native.View:
+    return _native.View.open_archive(archive, at)
 
 
 class Listed(NamedTuple):
@@ -102,18 +113,50 @@ class RootArchive:
         if not timeout >= 0:
             raise InvalidError(f"archive_timeout: {timeout} is not a number of seconds from 0 on")
         self.url = url
+        self._archive = cast(ArchiveOptions, options["archive"])
 
     @property
     def settings(self) -> dict[str, str]:
         """The settings of the bucket as environment variables."""
         prefix = _VARIABLES.get(urlsplit(self.url).scheme, "")
-        archive = self._options.get("archive")
-        given = None if archive is None else archive.get("settings")
-        return {prefix + key.upper().removeprefix(prefix): value for key, value in (given or {}).items()}
+        given = self._archive.get("settings") or {}
+        return {prefix + key.upper().removeprefix(prefix): value for key, value in given.items()}
+
+    def view(self, store: str, at: str | None = None) -> _native.View:
+        """Opens a state of a rank's store in its archive."""
+        return _open_view({**self._archive, "url": rank_archives.url_of_rank(self.url, _number_of(store))}, at)
+
+    def metadata_of(self, checkpoint: Path) -> bytes:
+        """Returns the contents of the metadata file of a checkpoint, of which only the name is used.
+
+        :raises NoStateError: the archives do not contain the checkpoint.
+        """
+        with self.view(store_of(0)) as view:
+            pages = _pages(view)
+            for page in reversed(pages):
+                if page.name == checkpoint.name:
+                    content = view.read(page.id)
+                    if self._contain(_stores_in(content, checkpoint / METADATA)):
+                        return content
+        names = sorted({page.name for page in pages})
+        raise NoStateError(f"the archive {self.url} contains no checkpoint {checkpoint.name!r}",
+                           remedy=f"use one of {names}" if names else "pass the URL to which checkpoints were saved")
+
+    def _contain(self, named: dict[str, tuple[str, str]]) -> bool:
+        """Returns whether the archives contain all snapshots that a metadata file names."""
+        def has(store: str, store_id: str, snapshot: str) -> bool:
+            try:
+                with self.view(store, f"name:{snapshot}") as view:
+                    return view.id == store_id
+            except NoStateError:
+                return False
+
+        with concurrent.futures.ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
+            return all(pool.map(lambda item: has(item[0], *item[1]), named.items()))
 
     def options_of(self, store: str) -> StoreOptions:
         """Returns the options for a rank's store, whose archive has its own URL."""
-        return rank_archives.of_rank(self._options, int(store.removeprefix("rank-")), self.url)
+        return rank_archives.of_rank(self._options, _number_of(store), self.url)
 
     def check(self, checkpoint: Path) -> None:
         """Raises an error if a checkpoint cannot be archived, before anything is written."""
@@ -347,7 +390,7 @@ def _restore(where: RootArchive, store: str, directory: Path, store_id: str | No
     :param store_id: the expected identity of the store, or None if it is unknown.
     """
     if not (directory / "STORE").exists():
-        url = rank_archives.url_of_rank(where.url, int(store.removeprefix("rank-")))
+        url = rank_archives.url_of_rank(where.url, _number_of(store))
         _run_restore(url, directory, where.settings)
     with _native.View(directory) as view:
         if store_id is not None and view.id != store_id:
