@@ -20,12 +20,16 @@ use crate::inspect::snapshots::image_bytes;
 use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
+/// Number of successive files of one kind and purpose that are listed one by one. A longer run takes one row.
+const LISTED_MAX: usize = 3;
+
 const EXAMPLES: &str = "\
 The first line states whether damage was found. `info` reads the indexes of all snapshots and the log after the newest \
 snapshot, and checks their checksums. It does not read page data in images or the log before that snapshot; `remanent \
 verify` reads and checks all files. `lsn` is the last batch that recovery would find now, and `durable` is the last \
 batch that is known to survive a power cut. A torn tail is an incomplete end of the log, which a crash left. No batch \
-in it was acknowledged as durable, and the next open for writing removes it.
+in it was acknowledged as durable, and the next open for writing removes it. More than three successive files of one \
+kind and purpose take one row; `--json` lists every file.
 
 Examples:
   remanent info store
@@ -186,10 +190,52 @@ fn file_json(reason: &Reason) -> serde_json::Value {
 }
 
 fn file_table(files: &[Reason]) -> Table {
+    let mut files: Vec<&Reason> = files.iter().collect();
+    files.sort_by_key(|&reason| kind(reason));
+    let is_alike =
+        |a: &&Reason, b: &&Reason| kind(a) == kind(b) && a.why == b.why && a.is_deletable == b.is_deletable;
     let mut table = with_header(["FILE", "BYTES", "DELETABLE", "PURPOSE"], [1]);
-    for reason in files {
-        let deletable = if reason.is_deletable { "yes" } else { "no" };
-        table.add_row([&reason.file, &reason.bytes.to_string(), deletable, &reason.why]);
+    for run in files.chunk_by(is_alike) {
+        let rows = run.chunks(if run.len() > LISTED_MAX { run.len() } else { 1 });
+        for row in rows {
+            let (first, last) = (row[0], row[row.len() - 1]);
+            let name = match row.len() {
+                1 => first.file.clone(),
+                count => format!("{} to {} ({count} files)", first.file, last.file),
+            };
+            let bytes = row.iter().map(|reason| reason.bytes).fold(0, u64::saturating_add);
+            let deletable = if first.is_deletable { "yes" } else { "no" };
+            table.add_row([&name, &bytes.to_string(), deletable, &first.why]);
+        }
     }
     table
+}
+
+/// Returns the folder and the extension of a file, by which the table is sorted. Files of the root are one kind.
+fn kind(reason: &Reason) -> (&str, &str) {
+    match reason.file.split_once('/') {
+        Some((folder, name)) => (folder, name.rsplit_once('.').map_or("", |(_, extension)| extension)),
+        None => ("", ""),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reason(file: String, why: &str) -> Reason {
+        Reason { file, bytes: 10, why: why.to_owned(), is_deletable: false }
+    }
+
+    #[test]
+    fn long_runs_of_similar_files_take_one_row() {
+        let mut files = vec![reason("STORE".to_owned(), "identity")];
+        files.extend((1..=9).map(|n| reason(format!("log/{n}.log"), if n < 4 { "old" } else { "new" })));
+        files.insert(2, reason("log/1.spare".to_owned(), "space"));
+        let text = file_table(&files).trim_fmt();
+        let rows: Vec<Vec<&str>> = text.lines().skip(1).map(|row| row.split_whitespace().collect()).collect();
+        let names: Vec<&str> = rows.iter().map(|row| row[0]).collect();
+        assert_eq!(names, ["STORE", "log/1.log", "log/2.log", "log/3.log", "log/4.log", "log/1.spare"]);
+        assert_eq!(rows[4], ["log/4.log", "to", "log/9.log", "(6", "files)", "60", "no", "new"]);
+    }
 }

@@ -158,7 +158,7 @@ fn info_shows_position_and_purpose_of_each_file() {
     assert_eq!(deletable, ["snapshots/00000000000000ff.tmp"]);
     let text = run(&["info", &store]).expect(0).out;
     assert!(text.starts_with("status       no damage found"), "{text}");
-    for file in listed {
+    for file in listed.iter().filter(|file| !file["file"].as_str().unwrap().ends_with(".spare")) {
         assert!(text.contains(file["file"].as_str().unwrap()), "{file} is not in:\n{text}");
     }
     // Deleting a deletable file loses nothing.
