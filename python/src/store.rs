@@ -608,9 +608,9 @@ scrubs={'interval': 86400.0, 'bytes_per_second': 67108864}, archive=None)")]
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.batch() as batch:
     /// ...         _ = batch.create(bytes(20 << 20), place="disk")
-    /// ...     store.prove_written_ahead()
+    /// ...     store.verify_pending_images()
     /// 20971520
-    fn prove_written_ahead(&self, py: Python<'_>) -> PyResult<u64> {
+    fn verify_pending_images(&self, py: Python<'_>) -> PyResult<u64> {
         self.gate.call(py, |store| store.verify_pending_images())
     }
 

@@ -59,7 +59,7 @@ pub fn position_text(position: Position) -> String {
 /// ...     batch.create(value, key=key)
 /// ...     ticket = store.submit(batch)
 /// ...     await ticket
-/// ...     return ticket.lsn, ticket.is_("durable")
+/// ...     return ticket.lsn, ticket.is_acknowledged("durable")
 /// >>> asyncio.run(put("k", b"v"))
 /// (1, True)
 /// >>> store.close()
@@ -106,8 +106,12 @@ impl Ticket {
     }
 
     /// Returns whether the batch has the acknowledgement `ack`, without waiting.
-    #[pyo3(name = "is_", signature = (ack="durable"))]
-    fn is(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::ack)] ack: &str) -> PyResult<bool> {
+    #[pyo3(signature = (ack="durable"))]
+    fn is_acknowledged(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::ack)] ack: &str,
+    ) -> PyResult<bool> {
         self.ticket.is_acknowledged(self::ack(ack)?).or_raise(py, Some(&self.path))
     }
 
@@ -158,7 +162,7 @@ impl Ticket {
 
     fn __repr__(&self) -> String {
         let reached = ACKS.iter().rev().find(|(_, ack)| self.ticket.is_acknowledged(*ack).unwrap_or(false));
-        // `is_` and `wait` raise the reason for which a batch will not be acknowledged.
+        // `is_acknowledged` and `wait` raise the reason for which a batch will not be acknowledged.
         let reached = match reached {
             Some((name, _)) => name,
             None if self.ticket.is_acknowledged(remanent::Ack::Durable).is_ok() => "pending",

@@ -31,7 +31,7 @@ def test_archived_batches_survive_loss_of_the_directory(tmp_path: Path) -> None:
         batch = store.batch()
         batch.set_root("step", 5)
         ticket = store.submit(batch)
-        assert ticket.wait(60.0, "archived") and ticket.is_("archived")
+        assert ticket.wait(60.0, "archived") and ticket.is_acknowledged("archived")
         lsn, archive = store.lsn, store.stats()["archive"]
     assert archive["archived"] == lsn and archive["failures"] == 0 and archive["last_failure"] is None
     shutil.rmtree(tmp_path / "store")

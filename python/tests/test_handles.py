@@ -35,7 +35,7 @@ STORE: dict[str, Call] = READS | {
     "release": lambda each: each.release("k"), "read_many": lambda each: each.read_many(["k"]),
     "read_many_into": lambda each: each.read_many_into(["k"], [bytearray(4)]), "changes": lambda each: each.changes(),
     "blame": lambda each: each.blame("k", 0), "bisect": lambda each: each.bisect(bool, good=1),
-    "snapshot": lambda each: each.snapshot(), "prove": lambda each: each.prove_written_ahead(),
+    "snapshot": lambda each: each.snapshot(), "prove": lambda each: each.verify_pending_images(),
     "snapshots": lambda each: each.snapshots(), "restore": lambda each: each.restore(1),
     "restore_from_snapshot": lambda each: each.restore_from_snapshot(1),
     "fork": lambda each: each.fork("elsewhere", 1), "prune": lambda each: each.prune(),
@@ -78,7 +78,7 @@ def covers(kind: type, calls: dict[str, Call], others: str) -> None:
 
 
 def test_closed_store_error_names_store(tmp_path: Path) -> None:
-    covers(remanent.Store, STORE, "closed close path commit submit prove_written_ahead wait_archived")
+    covers(remanent.Store, STORE, "closed close path commit submit verify_pending_images wait_archived")
     store = opened(tmp_path)
     batch, copy = store.batch(), store.working_copy("k", bytearray(4))
     ticket = store.submit(store.batch())
@@ -90,7 +90,7 @@ def test_closed_store_error_names_store(tmp_path: Path) -> None:
     store.close()
     assert store.closed and store.path and repr(store).endswith("closed)")
     # Batches that were logged and reads that were completed before the close still return their results.
-    assert ticket.wait() and ticket.is_() and ticket.lsn == 2
+    assert ticket.wait() and ticket.is_acknowledged() and ticket.lsn == 2
     assert read.result()[0] == b"1234" and read.done() and copy.nbytes == 4
 
 

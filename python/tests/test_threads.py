@@ -300,7 +300,7 @@ def test_threads_share_ticket(store: remanent.Store) -> None:
         ticket = store.submit(batch)
 
         def wait() -> None:
-            assert ticket.wait(60) and ticket.is_() and ticket.wait(60, "applied")
+            assert ticket.wait(60) and ticket.is_acknowledged() and ticket.wait(60, "applied")
             assert ticket.lsn == turn + 1 and ticket.pages == [store.info(f"{turn}").page] and repr(ticket)
 
         together(wait, wait, lambda: asyncio.run(awaited(ticket)), lambda: asyncio.run(awaited(ticket)))

@@ -21,7 +21,7 @@ def test_ticket_reports_acknowledgement(store: remanent.Store) -> None:
     batch = store.batch()
     batch.create(4, key="a")
     ticket = store.submit(batch)
-    assert ticket.is_("logged") and ticket.wait(60) and ticket.is_()
+    assert ticket.is_acknowledged("logged") and ticket.wait(60) and ticket.is_acknowledged()
     # A wait with a timeout of 0 is only certain to succeed once the batch is applied.
     assert ticket.wait(60, "applied") and ticket.wait(0, "applied")
     assert ticket.pages == batch.pages == [store.info("a").page] and ticket.lsn == batch.lsn == 1
@@ -41,7 +41,7 @@ def test_tickets_can_be_awaited(store: remanent.Store) -> None:
         ticket = store.submit(batch)
         await ticket
         await ticket.acknowledged("applied")
-        assert ticket.is_("durable")
+        assert ticket.is_acknowledged("durable")
         return ticket.lsn
 
     async def all_of_them() -> list[int]:
@@ -204,7 +204,7 @@ def test_forked_child_raises_forked_error(store: remanent.Store, directory: str)
     lease, batch, follower = store.lease("a"), store.batch(), remanent.Follower(directory)
     uses: list[Callable[[], object]] = [
         lambda: store["a"], lambda: store.lsn, lambda: store.put("a", b"y"), lambda: store.commit(batch),
-        lambda: batch.write("a", 0, b"y"), lambda: ticket.wait(1), lambda: ticket.is_(), lambda: view["a"],
+        lambda: batch.write("a", 0, b"y"), lambda: ticket.wait(1), lambda: ticket.is_acknowledged(), lambda: view["a"],
         lambda: past["a"], lambda: lease.address, lambda: memoryview(lease), lambda: lease.end(),
         lambda: follower.next(0), lambda: store.close(), lambda: store.view(), lambda: store.snapshot(),
         lambda: view.close(), lambda: past.close(), lambda: follower.position,

@@ -651,7 +651,7 @@ class Store(Reader):
         ('before tuning', [1])
         """
 
-    def prove_written_ahead(self) -> int:
+    def verify_pending_images(self) -> int:
         """Reads back and verifies the images that batches have written since the last snapshot. Returns the total length
         of the verified pages in bytes. Ctrl-C takes effect after the call.
 
@@ -662,7 +662,7 @@ class Store(Reader):
         >>> with remanent.Store(directory) as store:
         ...     with store.batch() as batch:
         ...         _ = batch.create(bytes(20 << 20), place="disk")
-        ...     store.prove_written_ahead()
+        ...     store.verify_pending_images()
         20971520
         """
 
@@ -1354,7 +1354,7 @@ class Ticket:
     ...     batch.create(value, key=key)
     ...     ticket = store.submit(batch)
     ...     await ticket
-    ...     return ticket.lsn, ticket.is_("durable")
+    ...     return ticket.lsn, ticket.is_acknowledged("durable")
     >>> asyncio.run(put("k", b"v"))
     (1, True)
     >>> store.close()
@@ -1372,7 +1372,7 @@ class Ticket:
     def pages(self) -> Sequence[int]:
         """The ids of the pages that the batch created, in the order of its creates and clones."""
 
-    def is_(self, ack: _Ack = "durable") -> bool:
+    def is_acknowledged(self, ack: _Ack = "durable") -> bool:
         """Returns whether the batch has the acknowledgement `ack`, without waiting."""
 
     def wait(self, timeout: float | None = None, ack: _Ack = "durable") -> bool:
