@@ -108,6 +108,17 @@ enum Until {
     At(Lsn),
 }
 
+/// The result of a failed search, to be compared with that of the next search.
+#[derive(PartialEq)]
+struct Attempt {
+    snapshots: Vec<SnapshotId>,
+    segments: Vec<u64>,
+    /// The last batch up to which the log could be read.
+    reached: Lsn,
+    /// The text of the error, because errors cannot be compared.
+    error: String,
+}
+
 /// A failed search for a state, with its error and the last batch that the search reached.
 struct NotFound {
     error: Error,
@@ -138,7 +149,7 @@ impl PastState {
     /// removes files faster than this call reads them.
     pub fn open(disk: &Arc<dyn Disk>, point: Option<&StatePoint>) -> Result<Self> {
         check_is_store(disk)?;
-        let mut before: Option<(Vec<SnapshotId>, Vec<u64>, Lsn, String)> = None;
+        let mut before: Option<Attempt> = None;
         let mut was_in_parts = false;
         let [mut going_wait, longest_wait] = RETIRE_WAITS;
         for attempt in 1.. {
@@ -156,13 +167,15 @@ impl PastState {
             };
             // If two attempts find different files, a longer log or a different error, a writer is active, and the
             // files changed while they were listed.
-            let links = survey.links.keys().copied().collect();
-            let now = (links, segment_numbers(&survey.log), reached, error.to_string());
-            let before = before.replace(now.clone());
-            let moved = before.as_ref().is_some_and(|before| *before != now);
+            let snapshots = survey.links.keys().copied().collect();
+            let segments = segment_numbers(&survey.log);
+            let now = Attempt { snapshots, segments, reached, error: error.to_string() };
+            let is_first = before.is_none();
+            let moved = before.is_some_and(|before| before != now);
+            before = Some(now);
             let is_outside = matches!(error, Error::NoSuchState(NoSuchState::OutsideWindow { .. }));
             // While a writer removes segments of the log, it locks a snapshot, which can be used again afterwards.
-            if before.is_some() && (!moved || is_outside) && !is_being_removed {
+            if !is_first && (!moved || is_outside) && !is_being_removed {
                 return Err(error);
             }
             if moved && point.is_none() && reached > Lsn(0) {
