@@ -13,7 +13,7 @@ use remanent_format::frame::{FrameKind, encode_seal, frame_len};
 use super::segments::SpacePurpose;
 use super::state::{EMPTY_COUNT, Room};
 use super::sync_guard::SyncGuard;
-use super::writer::Log;
+use super::writer::{Log, PayloadStored};
 use crate::base::sync::Instant;
 use crate::error::Result;
 
@@ -165,7 +165,8 @@ impl Log {
                     if room == Room::NextSegment {
                         state.roll();
                     }
-                    self.put(&mut state, FrameKind::Seal, &payload, crc32fast::hash(&payload), false)?;
+                    let payload_crc = crc32fast::hash(&payload);
+                    self.put(&mut state, FrameKind::Seal, &payload, payload_crc, PayloadStored::ByPut)?;
                     // A seal among unsynced frames covers only the durable ones, so it does not seal the log.
                     state.sealed = clean;
                     state.must_seal_now = false;

@@ -70,6 +70,15 @@ pub(crate) struct Log {
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
+/// How the payload of a frame gets into its segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PayloadStored {
+    /// [`Log::put`] stores the payload before the header.
+    ByPut,
+    /// The segment was created with the payload in it, so only the header is stored.
+    WithSegment,
+}
+
 impl Log {
     /// Starts the log from the state that recovery established, including the keeper and maker threads.
     pub fn start(
@@ -166,9 +175,13 @@ impl Log {
                 }
             }
         };
-        let is_in_place =
-            made_with_it == Some(state.current.number) && state.next_offset() == SEGMENT_HEADER_BLOCK;
-        let point = self.put(&mut state, FrameKind::Batch, payload, payload_crc, is_in_place)?;
+        let is_first = state.next_offset() == SEGMENT_HEADER_BLOCK;
+        let stored = if made_with_it == Some(state.current.number) && is_first {
+            PayloadStored::WithSegment
+        } else {
+            PayloadStored::ByPut
+        };
+        let point = self.put(&mut state, FrameKind::Batch, payload, payload_crc, stored)?;
         let now = state.last_append;
         let is_to_tell = self.io == LogIo::Mapped && state.ends_silence(now);
         // Notifying the keeper is a system call, which is needed only if the keeper sleeps without a timeout. A keeper
@@ -326,15 +339,14 @@ impl Log {
     }
 
     /// Stores a frame in the current segment, and advances the log's state. The caller must have checked
-    /// [`LogState::room_for`] under the same lock. If `is_in_place`, the file already contains the payload, and only
-    /// the header is written.
+    /// [`LogState::room_for`] under the same lock.
     pub(super) fn put(
         &self,
         state: &mut LogState,
         kind: FrameKind,
         payload: &[u8],
         payload_crc: u32,
-        is_in_place: bool,
+        stored: PayloadStored,
     ) -> Result<LogPoint> {
         let now = Instant::now();
         if state.is_check_due(now) {
@@ -367,7 +379,10 @@ impl Log {
         // payload as a frame.
         let header_len = bytes.len() as u64;
         let window = &state.current.window;
-        let payload_put = if is_in_place { Ok(()) } else { window.put(offset + header_len, payload) };
+        let payload_put = match stored {
+            PayloadStored::WithSegment => Ok(()),
+            PayloadStored::ByPut => window.put(offset + header_len, payload),
+        };
         let written = payload_put.and_then(|()| window.put(offset, &bytes));
         // A part of the frame may have been stored. The log fails, because a retry would overwrite bytes in an unknown
         // state.
