@@ -10,6 +10,7 @@
 use std::fmt;
 use std::future::Future;
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::object::{Folder, ObjectKey};
 
@@ -102,6 +103,19 @@ pub trait Bucket {
     /// Returns the class and the message of the failed request. The protocol treats the outcome as unknown after any
     /// error, and repeats the create.
     fn create(&self, key: ObjectKey, bytes: &[u8]) -> impl Future<Output = Result<Creation, BucketError>>;
+
+    /// Creates an object like [`create`](Bucket::create). An implementation may send `bytes` without copying them, and
+    /// may keep its reference until the request has ended.
+    ///
+    /// # Errors
+    /// Returns the errors of [`create`](Bucket::create).
+    fn create_shared(
+        &self,
+        key: ObjectKey,
+        bytes: &Arc<Vec<u8>>,
+    ) -> impl Future<Output = Result<Creation, BucketError>> {
+        self.create(key, bytes)
+    }
 
     /// Creates or replaces an object. The protocol uses this only for the hint.
     ///

@@ -5,7 +5,7 @@ use std::io;
 use remanent_format::segment::SegmentHeader;
 use remanent_format::{Incarnation, Lsn, StoreId};
 
-use crate::object::{BatchPoint, KeptSnapshot, Nonce, Part};
+use crate::object::{BatchPoint, KeptSnapshot, Nonce, Part, Role};
 
 /// The directory's record of a fence that it created or tried to create.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +32,28 @@ pub struct SealedFrames {
     pub bytes: Vec<u8>,
     /// The parts of image files and tables that the frames name. They are uploaded before the run (rule 9).
     pub files: Vec<Part>,
+}
+
+/// A piece of a file that becomes a [`Part`] once its checksum is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FilePiece {
+    /// Kind of the file.
+    pub role: Role,
+    /// Number of the file.
+    pub file: u64,
+    /// Offset of the piece in the file in bytes.
+    pub offset: u64,
+    /// Length of the piece in bytes, at most that of a part.
+    pub len: usize,
+}
+
+impl FilePiece {
+    /// Returns the part with the bytes of this piece, whose CRC-64 is `crc`.
+    #[must_use]
+    pub fn part(self, crc: u64) -> Part {
+        let Self { role, file, offset, len } = self;
+        Part { role, file, offset, len: len as u64, crc }
+    }
 }
 
 /// A store directory and its history, as the archive protocol reads it.

@@ -4,7 +4,6 @@ use std::io;
 
 use remanent_archive::Error as Failure;
 use remanent_archive::directory::NameChanges;
-use remanent_archive::line::UPLOADS_MAX;
 use remanent_format::SnapshotId;
 
 use super::failures::error_of;
@@ -115,15 +114,11 @@ impl Uploader<'_> {
         if !self.snapshots.catalog.latest().catalog.snapshots.contains_key(&snapshot) {
             return Ok(false); // It was removed before it was locked.
         }
-        let named = self.directory.named_snapshot(snapshot)?;
-        let mut begun = Instant::now();
-        for missing in self.line.missing_parts(&named.parts).chunks(UPLOADS_MAX) {
-            if self.late_at.is_some_and(|late_at| Instant::now() >= late_at) {
-                return Ok(false);
-            }
-            self.bucket.block_on(self.line.upload_ahead(&self.directory, missing))?;
-            self.append_runs_if_due(&mut begun)?;
-        }
+        let (mut named, pieces) = self.directory.named_snapshot(snapshot)?;
+        let late_at = self.late_at;
+        let is_late = || late_at.is_some_and(|late_at| Instant::now() >= late_at);
+        let Some(parts) = self.upload(&pieces, is_late)? else { return Ok(false) };
+        named.parts = parts;
         // Recorded first: the name may be given up before the outcome of the append is known.
         self.directory.record_name_ahead(snapshot)?;
         let append = self.line.append_catalog(&self.directory, given_up, Some(&named));

@@ -11,8 +11,8 @@ use remanent_archive::directory::{ArchivedDirectory, WriterLock};
 use remanent_archive::line::{
     Appended, Archive, Line, Pruned, SnapshotParts, SystemNonces, Takeover, UPLOADS_MAX, probe,
 };
-use remanent_archive::local::LocalStore;
-use remanent_archive::object::Kind;
+use remanent_archive::local::{FilePiece, LocalStore};
+use remanent_archive::object::{Kind, Part};
 use remanent_archive::remote::RemoteBucket;
 use remanent_archive::rules::Rules;
 use remanent_format::{Lsn, SnapshotId, StoreId};
@@ -410,9 +410,9 @@ impl Uploader<'_> {
         self.hold = Some(hold);
         let proven = self.engine.log.prove(end).map_err(io::Error::other)?;
         self.directory.advance(proven)?;
-        let parts = self.directory.snapshot(id, &self.line.archived())?;
+        let (parts, pieces) = self.directory.snapshot(id, &self.line.archived())?;
         tracing::warn!(snapshot = %id, "the archive fell behind the kept log, and continues with a snapshot");
-        self.archive_snapshot(&parts)
+        self.archive_snapshot(parts, &pieces)
     }
 
     /// Archives the newest snapshot if enough runs were archived since the last one.
@@ -434,8 +434,8 @@ impl Uploader<'_> {
         if end > archived.lsn {
             return Ok(());
         }
-        let parts = self.directory.snapshot(hold.snapshot, &archived)?;
-        match self.archive_snapshot(&parts) {
+        let (parts, pieces) = self.directory.snapshot(hold.snapshot, &archived)?;
+        match self.archive_snapshot(parts, &pieces) {
             // The snapshot needs log that was not archived, or has too many parts. A newer snapshot may succeed.
             Err(failure @ (Failure::StartNotKept { .. } | Failure::TooLarge { .. })) => {
                 self.note_failure(&failure);
@@ -446,21 +446,21 @@ impl Uploader<'_> {
         }
     }
 
-    /// Archives a snapshot, and deletes the objects that it makes unnecessary. Appends runs between uploads, so that
-    /// batches do not wait for a large snapshot. Returns early if the store closes.
-    fn archive_snapshot(&mut self, parts: &SnapshotParts) -> Result<(), Failure> {
-        let mut begun = Instant::now();
+    /// Archives a snapshot, and deletes the objects that it makes unnecessary. `pieces` are those parts that were not
+    /// read yet. Returns early if the store closes.
+    fn archive_snapshot(&mut self, mut parts: SnapshotParts, pieces: &[FilePiece]) -> Result<(), Failure> {
         for missing in self.line.missing_parts(&parts.parts).chunks(UPLOADS_MAX) {
             if self.progress.must_stop() {
                 return Ok(());
             }
             self.bucket.block_on(self.line.upload_ahead(&self.directory, missing))?;
-            if !parts.follows_gap {
-                self.append_runs_if_due(&mut begun)?;
-            }
         }
-        let appended = self.bucket.block_on(self.line.append_manifest(&self.directory, parts))?;
+        let progress = self.progress;
+        let Some(uploaded) = self.upload(pieces, || progress.must_stop())? else { return Ok(()) };
+        parts.parts.extend(uploaded);
+        let appended = self.bucket.block_on(self.line.append_manifest(&self.directory, &parts))?;
         self.note(&appended);
+        let mut begun = Instant::now();
         let pruned = self.prune(&mut begun)?;
         tracing::info!(snapshot = %parts.snapshot, ?pruned, "archived a snapshot");
         Ok(())
@@ -478,6 +478,30 @@ impl Uploader<'_> {
             self.append_runs_if_due(begun)?;
         }
         Ok(Pruned::Nothing)
+    }
+
+    /// Uploads pieces of files, and returns them as parts. Appends runs in between, so that batches do not wait for a
+    /// large snapshot. Returns `None` if `must_stop` returns true.
+    pub(super) fn upload(
+        &mut self,
+        pieces: &[FilePiece],
+        must_stop: impl Fn() -> bool,
+    ) -> Result<Option<Vec<Part>>, Failure> {
+        let mut parts = Vec::with_capacity(pieces.len());
+        let mut begun = Instant::now();
+        while let Some(left) = pieces.get(parts.len()..).filter(|left| !left.is_empty()) {
+            if must_stop() {
+                return Ok(None);
+            }
+            let (progress, archived, interval) =
+                (self.progress, self.line.archived().lsn, self.options.interval);
+            let must_pause = || progress.wanted() > archived || begun.elapsed() >= interval || must_stop();
+            let directory = &self.directory;
+            let read = |piece: &FilePiece, out: &mut [u8]| directory.read_piece(piece, out);
+            parts.extend(self.bucket.block_on(self.line.upload_pieces(left, read, must_pause))?);
+            self.append_runs_if_due(&mut begun)?;
+        }
+        Ok(Some(parts))
     }
 
     /// Appends runs during a longer operation if a caller waits or the interval has passed since `begun`.

@@ -7,10 +7,14 @@ use std::path::{Path, PathBuf};
 
 use remanent_format::{FileName, Folder, ReadAt};
 
-use crate::object::{PART_LEN_MAX, Part, Role, crc64};
+use crate::local::FilePiece;
+use crate::object::{Crc64, PART_LEN_MAX, Part, Role, crc64};
+
+/// Maximum length of a read that only checks bytes.
+const CHECK_LEN: usize = 1 << 20;
 
 /// The files of a store directory.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct StoreFiles {
     root: PathBuf,
 }
@@ -111,21 +115,63 @@ impl StoreFiles {
         Ok(files)
     }
 
-    /// Splits a file into parts, and returns them in order with their checksums.
-    pub fn parts_of(&self, role: Role, number: u64) -> io::Result<Vec<Part>> {
+    /// Splits a file into pieces of the maximum length of a part, and returns them in order.
+    pub fn pieces_of(&self, role: Role, number: u64) -> io::Result<Vec<FilePiece>> {
         let file = file_of(role, number)?;
         let len = ReadAt::len(self, file)?.ok_or_else(|| named(file, &ErrorKind::NotFound.into()))?;
-        let mut parts = Vec::new();
-        let mut bytes = Vec::new();
-        let mut offset = 0;
-        while offset < len {
-            bytes.resize((PART_LEN_MAX as u64).min(len - offset) as usize, 0);
-            self.read_at(file, offset, &mut bytes)?;
-            let len = bytes.len() as u64;
-            parts.push(Part { role, file: number, offset, len, crc: crc64(&bytes) });
-            offset += len;
+        let piece = |offset| FilePiece {
+            role,
+            file: number,
+            offset,
+            len: (PART_LEN_MAX as u64).min(len - offset) as usize,
+        };
+        Ok((0..len).step_by(PART_LEN_MAX).map(piece).collect())
+    }
+
+    /// Splits links and image files into pieces.
+    pub fn pieces_of_all(
+        &self,
+        links: impl IntoIterator<Item = u64>,
+        images: impl IntoIterator<Item = u64>,
+    ) -> io::Result<Vec<FilePiece>> {
+        let links = links.into_iter().map(|link| (Role::Link, link));
+        let files = links.chain(images.into_iter().map(|file| (Role::Images, file)));
+        let mut pieces = Vec::new();
+        for (role, file) in files {
+            pieces.extend(self.pieces_of(role, file)?);
         }
-        Ok(parts)
+        Ok(pieces)
+    }
+
+    /// Reads pieces of files, and returns them as parts with their checksums.
+    pub fn parts_of(&self, pieces: &[FilePiece]) -> io::Result<Vec<Part>> {
+        let mut bytes = Vec::new();
+        let sum = |piece: &FilePiece| {
+            bytes.resize(piece.len, 0);
+            self.read_piece(piece, &mut bytes)?;
+            Ok(piece.part(crc64(&bytes)))
+        };
+        pieces.iter().map(sum).collect()
+    }
+
+    /// Fills `out` with the bytes of a piece.
+    pub fn read_piece(&self, piece: &FilePiece, out: &mut [u8]) -> io::Result<()> {
+        self.read_at(file_of(piece.role, piece.file)?, piece.offset, out)
+    }
+
+    /// Reads a part in short pieces. Returns an error if its checksum does not match.
+    pub fn check_part(&self, part: &Part) -> io::Result<()> {
+        let file = file_of(part.role, part.file)?;
+        let open = self.open(file)?;
+        let (mut digest, mut offset, end) = (Crc64::new(), part.offset, part.offset + part.len);
+        let mut bytes = vec![0; CHECK_LEN.min(part.len as usize)];
+        while offset < end {
+            let piece = &mut bytes[..(end - offset).min(CHECK_LEN as u64) as usize];
+            open.read_exact_at(piece, offset).map_err(|error| named(file, &error))?;
+            digest.write(piece);
+            offset += piece.len() as u64;
+        }
+        if digest.sum() == part.crc { Ok(()) } else { Err(changed(file, part.offset)) }
     }
 
     /// Returns the bytes of a part. Returns an error if its checksum does not match.
@@ -136,9 +182,14 @@ impl StoreFiles {
         if crc64(&bytes) == part.crc && bytes.len() as u64 == part.len {
             return Ok(bytes);
         }
-        let error = format!("{file} has changed at offset {} since its checksum was computed", part.offset);
-        Err(io::Error::new(ErrorKind::InvalidData, error))
+        Err(changed(file, part.offset))
     }
+}
+
+/// Returns the error for a part whose bytes have another checksum.
+fn changed(file: FileName, offset: u64) -> io::Error {
+    let error = format!("{file} has changed at offset {offset} since its checksum was computed");
+    io::Error::new(ErrorKind::InvalidData, error)
 }
 
 /// Returns the name of the file to which a part belongs.

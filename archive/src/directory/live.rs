@@ -11,6 +11,7 @@ use super::files::invalid;
 use super::snapshot::image_files;
 use super::{ArchivedDirectory, read_store};
 use crate::line::SnapshotParts;
+use crate::local::FilePiece;
 use crate::object::BatchPoint;
 
 impl ArchivedDirectory {
@@ -36,21 +37,34 @@ impl ArchivedDirectory {
         Ok(())
     }
 
-    /// Returns the parts of a snapshot that was published and verified after the directory was read. The caller must
-    /// retain the snapshot and the log after its `redo` (rule 13). `archived` is the last archived batch; see
+    /// Returns a snapshot that was published and verified after the directory was read, without the parts of its files,
+    /// and the pieces of these files. After a gap, the snapshot has all its parts, and there are no pieces. The caller
+    /// must retain the snapshot and the log after its `redo` (rule 13). `archived` is the last archived batch; see
     /// [`newest_snapshot`](Self::newest_snapshot).
     ///
     /// # Errors
     /// Returns the error of reading from the disk.
-    pub fn snapshot(&mut self, id: SnapshotId, archived: &BatchPoint) -> io::Result<SnapshotParts> {
+    pub fn snapshot(
+        &mut self,
+        id: SnapshotId,
+        archived: &BatchPoint,
+    ) -> io::Result<(SnapshotParts, Vec<FilePiece>)> {
         self.survey.links = read_links(&self.files, &self.survey.store, &|_| None).map_err(invalid)?;
         let mut files = BTreeSet::new();
         for entry in self.survey.entries(id).map_err(invalid)? {
             files.extend(image_files(entry));
         }
         let follows_gap = !self.continues(archived)?;
-        let parts = self.parts_of_snapshot(id, files, follows_gap, archived);
+        let pieces = self.pieces_of_snapshot(id, files, follows_gap, archived);
         self.survey.links.clear();
-        parts
+        pieces
+    }
+
+    /// Fills `out` with the bytes of a piece of a file.
+    ///
+    /// # Errors
+    /// Returns the error of reading from the disk.
+    pub fn read_piece(&self, piece: &FilePiece, out: &mut [u8]) -> io::Result<()> {
+        self.files.read_piece(piece, out)
     }
 }

@@ -223,7 +223,7 @@ impl ArchivedDirectory {
     fn parts_of(&self, named: NamedFiles) -> io::Result<Vec<Part>> {
         let mut parts = Vec::new();
         for (role, file) in named.0 {
-            parts.extend(self.files.parts_of(role, file)?);
+            parts.extend(self.files.parts_of(&self.files.pieces_of(role, file)?)?);
         }
         Ok(parts)
     }

@@ -10,6 +10,7 @@
 //! |---|---|
 //! | `view.rs` | writes the temporary directory of a view, without image files |
 //! | `restore.rs` | writes the parts and frames of a restored directory |
+//! | `part_writers.rs` | threads that write parts of image files and read them back |
 //! | `opening.rs` | completes a restore: opening, verification, STORE |
 //! | `live.rs` | reads the directory of a store that this process has open |
 //! | `snapshot.rs` | reads a snapshot as parts |
@@ -20,6 +21,7 @@
 
 mod view;
 mod restore;
+mod part_writers;
 mod opening;
 mod live;
 mod snapshot;

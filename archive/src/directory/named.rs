@@ -12,7 +12,8 @@ use super::files::invalid;
 use super::record::ArchiveRecord;
 use super::snapshot::image_files;
 use crate::line::NamedParts;
-use crate::object::{KeptSnapshot, Role};
+use crate::local::FilePiece;
+use crate::object::KeptSnapshot;
 
 /// The differences between the named snapshots of a directory and of its archive.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -39,7 +40,11 @@ impl ArchivedDirectory {
         let mut found = Vec::new();
         for id in self.named_ids().filter(|id| newest.is_none_or(|newest| *id > newest)) {
             match self.files_of(id)? {
-                Ok(files) => found.push(self.named_parts(id, files)?),
+                Ok(files) => {
+                    let (mut named, pieces) = self.named_pieces(id, files)?;
+                    named.parts = self.files.parts_of(&pieces)?;
+                    found.push(named);
+                }
                 Err(damage) => damaged.push(damage),
             }
         }
@@ -125,18 +130,18 @@ impl ArchivedDirectory {
         Ok(())
     }
 
-    /// Returns the parts of a named snapshot that was published and verified after the directory was read. The caller
-    /// must retain the snapshot (rule 13).
+    /// Returns a named snapshot that was published and verified after the directory was read, without its parts, and the
+    /// pieces of its files, which [`read_piece`](Self::read_piece) reads. The caller must retain the snapshot (rule 13).
     ///
     /// # Errors
     /// Returns the error of reading from the disk.
-    pub fn named_snapshot(&mut self, id: SnapshotId) -> io::Result<NamedParts> {
+    pub fn named_snapshot(&mut self, id: SnapshotId) -> io::Result<(NamedParts, Vec<FilePiece>)> {
         self.survey.links = read_links(&self.files, &self.survey.store, &|_| None).map_err(invalid)?;
         let files =
             self.survey.entries(id).map_err(invalid).map(|entries| entries.flat_map(image_files).collect());
-        let parts = files.and_then(|files| self.named_parts(id, files));
+        let pieces = files.and_then(|files| self.named_pieces(id, files));
         self.survey.links.clear();
-        parts
+        pieces
     }
 
     /// Returns the named snapshots that need no replay and are not only links of other snapshots, oldest first.
@@ -147,18 +152,13 @@ impl ArchivedDirectory {
         named.map(|link| link.snapshot).filter(move |id| is_kept(*id))
     }
 
-    fn named_parts(&self, id: SnapshotId, files: BTreeSet<u64>) -> io::Result<NamedParts> {
+    fn named_pieces(&self, id: SnapshotId, files: BTreeSet<u64>) -> io::Result<(NamedParts, Vec<FilePiece>)> {
         let chain = self.survey.chain(id).map_err(invalid)?;
         let link = chain.first().ok_or_else(|| invalid("no link"))?;
         let name = link.name.clone().filter(|_| link.redo.lsn == link.end);
         let name = name.ok_or_else(|| invalid(format!("snapshot {id} has no name or needs replay")))?;
-        let mut parts = Vec::new();
-        for link in &chain {
-            parts.extend(self.files.parts_of(Role::Link, link.snapshot.0)?);
-        }
-        for file in files {
-            parts.extend(self.files.parts_of(Role::Images, file)?);
-        }
-        Ok(NamedParts { snapshot: id, name, batch: self.batch_point(link.redo), parts })
+        let pieces = self.files.pieces_of_all(chain.iter().map(|link| link.snapshot.0), files)?;
+        let batch = self.batch_point(link.redo);
+        Ok((NamedParts { snapshot: id, name, batch, parts: Vec::new() }, pieces))
     }
 }

@@ -1,5 +1,6 @@
 //! Completes a restore: the directory's own opening, verification from the medium, and STORE (rule 24).
 
+use std::collections::BTreeSet;
 use std::io;
 
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal};
@@ -69,6 +70,7 @@ impl RestoredState<'_> {
     /// Completes the segments, and writes an opening that lists the restored snapshots, and the empty segment after it.
     fn write_log(&mut self, end: &RestoredEnd) -> io::Result<WrittenLog> {
         self.check_complete()?;
+        self.finish_writers()?;
         self.begin_log()?;
         let batch = self.batch;
         if (batch.lsn, batch.chain) != (end.batch.lsn, end.batch.chain) {
@@ -226,10 +228,11 @@ impl RestoredState<'_> {
         Ok(verified)
     }
 
-    /// Syncs all files and folders, and reads them back from the medium (I7).
+    /// Syncs all files and folders, and reads back from the medium what was not read back yet (I7).
     fn sync_and_prove(&self, store: &StoreFile, segments: &[u64], named: &[NamedManifest]) -> io::Result<()> {
-        for (role, file, _) in self.parts.keys() {
-            self.files.sync_and_drop_cache(file_of(*role, *file)?)?;
+        let files: BTreeSet<_> = self.parts.keys().map(|(role, file, _)| (*role, *file)).collect();
+        for (role, file) in files {
+            self.files.sync_and_drop_cache(file_of(role, file)?)?;
         }
         for segment in segments {
             self.files.sync_and_drop_cache(FileName::Segment(*segment))?;
@@ -237,8 +240,8 @@ impl RestoredState<'_> {
         for folder in [Folder::Log, Folder::Pages, Folder::Snapshots, Folder::Root] {
             self.files.sync_folder(folder)?;
         }
-        for part in self.parts.values() {
-            self.files.read_part(part)?;
+        for part in self.unproven_parts() {
+            self.files.check_part(part)?;
         }
         self.prove_log(store, named)
     }

@@ -1,6 +1,6 @@
 //! Writes a directory from an archive: parts of files, and frames at their original locations (rule 24).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
 use std::path::Path;
 
@@ -13,10 +13,11 @@ use remanent_format::{FileName, Folder, Incarnation, LogPoint, Lsn, ReadAt, Stor
 
 use super::WriterLock;
 use super::files::{StoreFiles, file_of, invalid};
+use super::part_writers::PartWriters;
 use super::record::ArchiveRecord;
 use crate::line::{ListedPart, StateSink};
 use crate::local::FenceRecord;
-use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, Part, Role};
+use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, Part, Payload, Role};
 
 /// A directory to restore an archive into.
 ///
@@ -122,6 +123,10 @@ pub(crate) struct RestoredState<'t> {
     pending: Vec<u8>,
     /// The parts of image files that are fetched later, or `None` if all parts are written.
     pub(super) deferred: Option<Vec<ListedPart>>,
+    /// Writes the parts of image files.
+    writers: Option<PartWriters>,
+    /// The parts that were read back from the medium after they were written.
+    proven: BTreeSet<Part>,
 }
 
 impl<'t> RestoredState<'t> {
@@ -145,6 +150,8 @@ impl<'t> RestoredState<'t> {
             batch: LogPoint::default(),
             pending: Vec::new(),
             deferred: None,
+            writers: None,
+            proven: BTreeSet::new(),
         })
     }
 
@@ -171,6 +178,30 @@ impl<'t> RestoredState<'t> {
         self.start = Some(start);
         (self.point, self.batch) = (start, start);
         Ok(())
+    }
+
+    /// Waits until all parts are written and read back.
+    pub(super) fn finish_writers(&mut self) -> io::Result<()> {
+        if let Some(writers) = self.writers.take() {
+            self.proven.extend(writers.finish()?);
+        }
+        Ok(())
+    }
+
+    /// Returns the parts that must be read back after all files were synced: those that were not read back since they
+    /// were written, and those that overlap others.
+    pub(super) fn unproven_parts(&self) -> impl Iterator<Item = &Part> {
+        let end = |part: &Part| part.offset + part.len;
+        let mut overlapping = BTreeSet::new();
+        let mut last: Option<&Part> = None;
+        for part in self.parts.values() {
+            let before = last.filter(|last| (last.role, last.file) == (part.role, part.file));
+            match before.filter(|before| end(before) > part.offset) {
+                Some(before) => overlapping.extend([*before, *part]),
+                None => last = Some(part),
+            }
+        }
+        self.parts.values().filter(move |part| !self.proven.contains(part) || overlapping.contains(part))
     }
 
     /// Returns the highest incarnation number that a fence lists, or 0.
@@ -279,10 +310,21 @@ impl StateSink for RestoredState<'_> {
         true
     }
 
-    fn part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()> {
-        self.files.write_at(file_of(part.role, part.file)?, part.offset, bytes)?;
-        self.parts.insert((part.role, part.file, part.offset), *part);
-        Ok(())
+    fn part(&mut self, part: &Part, bytes: Payload) -> io::Result<()> {
+        let place = (part.role, part.file, part.offset);
+        let is_first = self.parts.insert(place, *part).is_none();
+        if part.role == Role::Images && is_first {
+            let files = self.files;
+            return self.writers.get_or_insert_with(|| PartWriters::new(files)).write(*part, bytes);
+        }
+        // The earlier part at the same place must not be written after this one.
+        self.finish_writers()?;
+        self.proven.retain(|proven| (proven.role, proven.file, proven.offset) != place);
+        self.files.write_at(file_of(part.role, part.file)?, part.offset, &bytes)
+    }
+
+    fn parts_in_memory(&self) -> usize {
+        self.writers.as_ref().map_or(0, PartWriters::parts_in_memory)
     }
 
     fn frames(&mut self, _before: &BatchPoint, _after: &BatchPoint, piece: &[u8]) -> io::Result<()> {
@@ -319,12 +361,41 @@ impl StateSink for RestoredState<'_> {
         Err(io::Error::new(ErrorKind::Unsupported, error))
     }
 
-    fn named_part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()> {
+    fn named_part(&mut self, part: &Part, bytes: Payload) -> io::Result<()> {
         self.part(part, bytes)
     }
 
     fn named(&mut self, snapshot: &KeptSnapshot, _parts: &[Part]) -> io::Result<()> {
         self.named.push(snapshot.clone());
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Parts that overlap others may have been read back before the others were written.
+    #[test]
+    fn overlapping_parts_are_read_back_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = StoreFiles::new(folder.path());
+        let mut state = RestoredState::begin(&files, None).unwrap();
+        let of = |file, offset, len| Part { role: Role::Images, file, offset, len, crc: 0 };
+        let parts = [
+            of(1, 0, 10),
+            of(1, 10, 10),
+            of(2, 0, 50),
+            of(2, 10, 5),
+            of(2, 40, 20),
+            of(2, 60, 1),
+            of(3, 0, 9),
+        ];
+        for part in parts {
+            state.parts.insert((part.role, part.file, part.offset), part);
+        }
+        state.proven.extend(&parts[..6]);
+        let unproven: Vec<Part> = state.unproven_parts().copied().collect();
+        assert_eq!(unproven, [parts[2], parts[3], parts[4], parts[6]]);
     }
 }

@@ -11,7 +11,8 @@ use remanent_format::{Damage, SnapshotId};
 use super::ArchivedDirectory;
 use super::files::invalid;
 use crate::line::SnapshotParts;
-use crate::object::{BatchPoint, Manifest, Part, Role};
+use crate::local::FilePiece;
+use crate::object::{BatchPoint, Manifest, Part};
 
 /// Returns the numbers of the image files that contain a page.
 pub(super) fn image_files(entry: &ManifestEntry) -> impl Iterator<Item = u64> {
@@ -42,7 +43,11 @@ impl ArchivedDirectory {
                 return Ok(None);
             }
             match self.files_of(id)? {
-                Ok(files) => return self.parts_of_snapshot(id, files, follows_gap, archived).map(Some),
+                Ok(files) => {
+                    let (mut snapshot, pieces) = self.pieces_of_snapshot(id, files, follows_gap, archived)?;
+                    snapshot.parts.extend(self.files.parts_of(&pieces)?);
+                    return Ok(Some(snapshot));
+                }
                 Err(damage) => damaged.push(damage),
             }
         }
@@ -78,25 +83,23 @@ impl ArchivedDirectory {
         Ok(Ok(files))
     }
 
-    pub(super) fn parts_of_snapshot(
+    /// Returns a snapshot without parts of its files, and the pieces that become these parts. After a gap, returns all
+    /// parts, and no pieces.
+    pub(super) fn pieces_of_snapshot(
         &mut self,
         id: SnapshotId,
         files: BTreeSet<u64>,
         follows_gap: bool,
         archived: &BatchPoint,
-    ) -> io::Result<SnapshotParts> {
+    ) -> io::Result<(SnapshotParts, Vec<FilePiece>)> {
         let chain = self.survey.chain(id).map_err(invalid)?;
         let (redo, end) =
             chain.first().map(|link| (link.redo, link.end)).ok_or_else(|| invalid("no link"))?;
         let links: Vec<u64> = chain.iter().map(|link| link.snapshot.0).collect();
+        let mut pieces = self.files.pieces_of_all(links, files)?;
         let mut parts = Vec::new();
-        for link in links {
-            parts.extend(self.files.parts_of(Role::Link, link)?);
-        }
-        for file in files {
-            parts.extend(self.files.parts_of(Role::Images, file)?);
-        }
         let end_point = if follows_gap {
+            parts = self.files.parts_of(&std::mem::take(&mut pieces))?;
             let (of_log, end_point) = self.gap_parts(redo, end)?;
             let listed: BTreeSet<Part> = parts.iter().copied().collect();
             parts.extend(of_log.into_iter().filter(|part| !listed.contains(part)));
@@ -112,6 +115,6 @@ impl ArchivedDirectory {
         if follows_gap {
             self.record_batches(&[*archived, end])?;
         }
-        Ok(SnapshotParts { snapshot: id, redo, end, parts, follows_gap })
+        Ok((SnapshotParts { snapshot: id, redo, end, parts, follows_gap }, pieces))
     }
 }

@@ -1,24 +1,28 @@
 //! Appends runs, manifests and catalogs (rules 1, 3, 6, 7, 9 to 12, 16 and 17).
 
 use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
 
-use futures_util::future::join_all;
+use futures_util::stream::FuturesUnordered;
+use futures_util::{FutureExt, StreamExt};
 use remanent_format::SnapshotId;
 
-use super::request::{Attempt, Known};
+use super::request::{Attempt, Body, Known};
 use super::{Line, Nonces, Writer};
 use crate::bucket::Bucket;
 use crate::error::{Damage, Error, Result};
-use crate::local::{LocalStore, SealedFrames};
+use crate::local::{FilePiece, LocalStore, SealedFrames};
 use crate::object::{
     BatchPoint, Boundary, Catalog, Content, DataKey, DataRef, INLINE_FRAMES_LEN_MAX, KeptSnapshot, Kind,
-    LineObject, Manifest, Nonce, ObjectKey, PART_LEN_MAX, Part, Role, Run, crc64, encode_data,
+    LineObject, Manifest, Nonce, ObjectHeaderRaw, ObjectKey, PART_LEN_MAX, Part, Role, Run, crc64,
+    encode_data, encode_data_header,
 };
 use crate::rules::Rule;
 
-/// Maximum number of parts that are uploaded concurrently. Each one uses up to 16 MiB of memory: 8 MiB for the part and
-/// as much again for its request.
-pub const UPLOADS_MAX: usize = 4;
+/// Maximum number of parts that are uploaded concurrently. Each one uses 8 MiB of memory, like the part that is read
+/// meanwhile, so that an upload uses 64 MiB.
+pub const UPLOADS_MAX: usize = 7;
 
 /// A line object that was appended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -184,25 +188,110 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     /// # Errors
     /// Returns the errors of [`append_run`](Line::append_run).
     pub async fn upload_ahead(&mut self, local: &dyn LocalStore, parts: &[Part]) -> Result<()> {
-        self.writer.ok_or(Error::NoFence)?;
-        for group in parts.chunks(UPLOADS_MAX) {
-            let mut objects = Vec::with_capacity(group.len());
-            for part in group {
-                objects.push(self.data_object(part, &local.read_part(part)?)?);
-            }
-            let creates =
-                objects.iter().map(|(entry, object, nonce)| self.create_data(entry, object, *nonce));
-            let created = join_all(creates).await;
-            let mut failure = None;
-            for ((entry, ..), created) in objects.iter().zip(created) {
-                match created {
-                    Ok(()) => self.note_uploaded(*entry),
-                    Err(error) => failure = failure.or(Some(error)),
+        let mut parts = parts.iter();
+        self.upload_each(|_, object| {
+            let Some(part) = parts.next() else { return Ok(None) };
+            object.truncate(ObjectHeaderRaw::LEN);
+            object.extend_from_slice(&local.read_part(part)?);
+            Ok(Some(*part))
+        })
+        .await
+    }
+
+    /// Reads pieces of files and uploads those that the archive lacks, like [`upload_ahead`](Line::upload_ahead). Each
+    /// piece is read once, with `read`, while earlier ones are uploaded. Returns the parts of the first pieces: of all
+    /// of them, or of at least one if `must_pause` returns true.
+    ///
+    /// # Errors
+    /// Returns the errors of `read` and of [`append_run`](Line::append_run). Pieces that were uploaded are not uploaded
+    /// again by the next call.
+    pub async fn upload_pieces(
+        &mut self,
+        pieces: &[FilePiece],
+        read: impl Fn(&FilePiece, &mut [u8]) -> io::Result<()>,
+        mut must_pause: impl FnMut() -> bool,
+    ) -> Result<Vec<Part>> {
+        let known = self.archived_parts();
+        let mut parts: Vec<Part> = Vec::new();
+        self.upload_each(|line, object| {
+            while let Some(piece) = pieces.get(parts.len()) {
+                if !parts.is_empty() && must_pause() {
+                    break;
+                }
+                object.resize(ObjectHeaderRaw::LEN + piece.len, 0);
+                let payload = &mut object[ObjectHeaderRaw::LEN..];
+                read(piece, payload)?;
+                let part = piece.part(crc64(payload));
+                parts.push(part);
+                if !known.contains_key(&part) && !line.fresh.contains_key(&part) {
+                    return Ok(Some(part));
                 }
             }
-            failure.map_or(Ok(()), Err)?;
+            Ok(None)
+        })
+        .await?;
+        Ok(parts)
+    }
+
+    /// Uploads parts until `next` returns `None`, up to [`UPLOADS_MAX`] concurrently. `next` returns a part, and writes
+    /// its bytes after [`ObjectHeaderRaw::LEN`] bytes into the given buffer, which may contain bytes of earlier parts.
+    async fn upload_each(
+        &mut self,
+        mut next: impl FnMut(&Self, &mut Vec<u8>) -> Result<Option<Part>>,
+    ) -> Result<()> {
+        self.writer.ok_or(Error::NoFence)?;
+        let sender = Line::new(self.archive);
+        let mut running = FuturesUnordered::new();
+        let mut spare: Vec<Vec<u8>> = Vec::new();
+        let mut failure = None;
+        let mut is_complete = false;
+        loop {
+            let is_waiting = is_complete || failure.is_some() || running.len() >= UPLOADS_MAX;
+            // Also starts the requests, so that they are sent while the next part is read.
+            let done =
+                if is_waiting { running.next().await } else { running.next().now_or_never().flatten() };
+            if let Some((entry, object, created)) = done {
+                match created {
+                    Ok(()) => self.note_uploaded(entry),
+                    Err(error) => failure = failure.or(Some(error)),
+                }
+                spare.extend(Arc::into_inner(object)); // The memory is used again.
+                continue;
+            }
+            if is_waiting {
+                return failure.map_or(Ok(()), Err);
+            }
+            let mut object = spare.pop().unwrap_or_default();
+            object.resize(object.len().max(ObjectHeaderRaw::LEN), 0);
+            match next(self, &mut object)
+                .and_then(|part| part.map(|part| self.address(part, object)).transpose())
+            {
+                Ok(Some((entry, object, nonce))) => running.push(sender.send_data(entry, object, nonce)),
+                Ok(None) => is_complete = true,
+                Err(error) => failure = Some(error),
+            }
         }
-        Ok(())
+    }
+
+    /// Gives the data object with a part a key and a header.
+    fn address(&mut self, part: Part, mut object: Vec<u8>) -> Result<(DataRef, Arc<Vec<u8>>, Nonce)> {
+        let store = self.view.store.ok_or(Error::NoFence)?;
+        let key = self.data_key(&part)?;
+        let nonce = self.archive.nonces.draw();
+        let encoded = encode_data_header(store, key, nonce, part.crc, &mut object);
+        encoded.map_err(|source| Error::TooLarge { key: ObjectKey::Data(key), source })?;
+        Ok((DataRef { key, part }, Arc::new(object), nonce))
+    }
+
+    /// Creates a data object, and also returns its entry and its memory.
+    async fn send_data(
+        &self,
+        entry: DataRef,
+        object: Arc<Vec<u8>>,
+        nonce: Nonce,
+    ) -> (DataRef, Arc<Vec<u8>>, Result<()>) {
+        let created = self.create_data(&entry, Body::Shared(&object), nonce).await;
+        (entry, object, created)
     }
 
     /// Checks that the frames continue after the last archived batch.
@@ -338,7 +427,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     async fn upload(&mut self, part: &Part, bytes: &[u8]) -> Result<DataRef> {
         let (entry, object, nonce) = self.data_object(part, bytes)?;
         if self.archive.rules.follow(Rule::IFirst) || part.role == Role::Frames {
-            self.create_data(&entry, &object, nonce).await?;
+            self.create_data(&entry, Body::Borrowed(&object), nonce).await?;
         } else {
             #[cfg(feature = "testing")]
             self.late.push((entry, object));
@@ -361,7 +450,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         self.uploaded += entry.part.len;
     }
 
-    async fn create_data(&self, entry: &DataRef, object: &[u8], nonce: Nonce) -> Result<()> {
+    async fn create_data(&self, entry: &DataRef, object: Body<'_>, nonce: Nonce) -> Result<()> {
         let key = ObjectKey::Data(entry.key);
         match self.create(key, object, nonce).await? {
             Known::Ours => Ok(()),
@@ -377,7 +466,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         for (entry, object) in std::mem::take(&mut self.late) {
             let header = crate::object::decode_header(&object);
             let nonce = header.map_err(|defect| Error::invalid(ObjectKey::Data(entry.key), defect))?.nonce;
-            self.create_data(&entry, &object, nonce).await?;
+            self.create_data(&entry, Body::Borrowed(&object), nonce).await?;
         }
         Ok(())
     }
@@ -476,7 +565,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         let key = ObjectKey::Line(object.position);
         let mut in_doubt = false;
         for attempt in 1.. {
-            match self.try_create(key, bytes, object.nonce, &mut in_doubt).await? {
+            match self.try_create(key, Body::Borrowed(bytes), object.nonce, &mut in_doubt).await? {
                 Attempt::Known(Known::Ours) => return Ok(None),
                 Attempt::Known(Known::Others(bytes)) => {
                     let other = LineObject::decode(&bytes, object.position, self.view.store);

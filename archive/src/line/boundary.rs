@@ -8,7 +8,7 @@
 use std::collections::{BTreeSet, HashSet};
 
 use super::append::{AppendOutcome, Draft};
-use super::request::Known;
+use super::request::{Body, Known, READS_MAX};
 use super::{Line, Nonces};
 use crate::bucket::Bucket;
 use crate::error::{Damage, Error, Result};
@@ -107,18 +107,25 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Some(Verification { manifest, left })
     }
 
-    /// Reads back one part. Returns `None` while parts are left, and then the proof. Other objects may be appended
-    /// between two calls.
+    /// Reads back a few parts concurrently. Returns `None` while parts are left, and then the proof. Other objects may
+    /// be appended between two calls.
     ///
     /// # Errors
     /// Returns the errors of [`verify_manifest`](Line::verify_manifest).
     pub async fn verify_next(&mut self, verification: &mut Verification) -> Result<Option<Verified>> {
-        let (Some(entry), Some(store)) = (verification.left.pop(), self.view.store) else {
+        let count = verification.left.len().min(READS_MAX);
+        let entries = verification.left.split_off(verification.left.len() - count);
+        let Some(store) = self.view.store.filter(|_| count > 0) else {
             return Ok(Some(Verified { manifest: verification.manifest }));
         };
-        self.need_data(&entry, store, verification.manifest).await?;
-        self.verified.insert(entry.key);
-        Ok(None)
+        let mut read = Vec::with_capacity(count);
+        let result = self.need_each_data(&entries, store, verification.manifest, |entry, _| {
+            read.push(entry.key);
+            Ok(0)
+        });
+        let result = result.await;
+        self.verified.extend(read);
+        result.map(|()| None)
     }
 
     /// Returns the position of the newest manifest, or `None` if there is none.
@@ -265,7 +272,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let key = ObjectKey::Bound(number);
             let bytes = bound.encode().map_err(|source| Error::TooLarge { key, source })?;
             let position = bound.object.position;
-            let known = self.create(key, &bytes, bound.object.nonce).await;
+            let known = self.create(key, Body::Borrowed(&bytes), bound.object.nonce).await;
             if known.is_err() {
                 self.view.boundaries.insert(position, bound.object);
             }
@@ -291,7 +298,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let key = ObjectKey::Bound(number);
             let nonce = object.nonce;
             let bytes = Bound { object }.encode().map_err(|source| Error::TooLarge { key, source })?;
-            let known = self.create(key, &bytes, nonce).await?;
+            let known = self.create(key, Body::Borrowed(&bytes), nonce).await?;
             self.view.bound = number;
             let Known::Others(bytes) = known else { break };
             let other = Bound::decode(&bytes, number, None).map_err(|defect| Error::invalid(key, defect))?;

@@ -2,7 +2,7 @@
 
 use remanent_format::Incarnation;
 
-use super::request::Known;
+use super::request::{Body, Known};
 use super::{Line, Nonces, Writer};
 use crate::bucket::Bucket;
 use crate::error::{Divergence, Error, Result};
@@ -116,7 +116,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     async fn create_fence(&mut self, object: &LineObject) -> Result<bool> {
         let key = ObjectKey::Line(object.position);
         let bytes = object.encode().map_err(|source| Error::TooLarge { key, source })?;
-        match self.create(key, &bytes, object.nonce).await? {
+        match self.create(key, Body::Borrowed(&bytes), object.nonce).await? {
             Known::Ours => {
                 self.view.apply(object)?;
                 Ok(true)

@@ -6,7 +6,7 @@ use super::restore::{ListedPart, RestoredEnd, StateSink, Until, Window};
 use super::{Archive, Line, Nonces};
 use crate::bucket::Bucket;
 use crate::error::{Error, Result};
-use crate::object::{KeptSnapshot, Manifest, ObjectKey};
+use crate::object::{KeptSnapshot, Manifest, ObjectKey, Payload};
 
 /// The state of an archive that a view shows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,7 +33,7 @@ pub async fn fetch_part<B: Bucket, N: Nonces>(
 ) -> Result<Vec<u8>> {
     let mut line = Line::new(archive);
     line.view.store = Some(part.store);
-    line.need_data(&part.entry, part.store, part.lister).await
+    line.need_data(&part.entry, part.store, part.lister).await.map(Payload::into_bytes)
 }
 
 impl<B: Bucket, N: Nonces> Line<'_, B, N> {

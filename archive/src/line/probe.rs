@@ -2,6 +2,7 @@
 
 use remanent_format::StoreId;
 
+use super::request::Body;
 use super::{Archive, Line, Nonces};
 use crate::bucket::{Bucket, Creation, FailureClass};
 use crate::error::{Error, Result};
@@ -38,7 +39,7 @@ pub async fn probe<B: Bucket, N: Nonces>(archive: Archive<'_, B, N>, store: Stor
     }
     let first = encode_probe(store, number, archive.nonces.draw());
     let nonce = crate::object::decode_header(&first).map_err(|defect| Error::invalid(key, defect))?.nonce;
-    line.create(key, &first, nonce).await?;
+    line.create(key, Body::Borrowed(&first), nonce).await?;
     let refused = second_is_refused(&line, key, &encode_probe(store, number, archive.nonces.draw())).await;
     let found = line.get(key).await;
     line.delete(key).await;

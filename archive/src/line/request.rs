@@ -1,22 +1,28 @@
 //! Sends single requests to the bucket, with retries, and resolves creates of unknown outcome (rules 2 and 23).
 
-use std::pin::pin;
+use std::sync::Arc;
 
 use futures_util::StreamExt;
 use futures_util::future::join_all;
-use futures_util::stream;
+use futures_util::stream::FuturesOrdered;
 use remanent_format::StoreId;
 
 use super::{Line, Nonces};
 use crate::bucket::{Bucket, BucketError, Creation, FailureClass};
 use crate::error::{Damage, Error, Result};
-use crate::object::{
-    Bound, DataRef, LineObject, Nonce, ObjectHeaderRaw, ObjectKey, decode_data, decode_header,
-};
+use crate::object::{Bound, DataRef, LineObject, Nonce, ObjectHeaderRaw, ObjectKey, Payload, decode_header};
 use crate::rules::Rule;
 
-/// Maximum number of objects that are read concurrently. Data objects then use up to 64 MiB of memory.
-const READS_MAX: usize = 8;
+/// Maximum number of objects that are read concurrently or not yet processed. Data objects then use up to 64 MiB of
+/// memory.
+pub(super) const READS_MAX: usize = 8;
+
+/// The bytes of an object to create.
+#[derive(Clone, Copy)]
+pub(super) enum Body<'a> {
+    Borrowed(&'a [u8]),
+    Shared(&'a Arc<Vec<u8>>),
+}
 
 /// The known outcome of a create.
 pub(super) enum Known {
@@ -35,10 +41,10 @@ pub(super) enum Attempt {
 
 impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     /// Creates an object, and determines whether this process or another one created it (rule 2).
-    pub(super) async fn create(&self, key: ObjectKey, bytes: &[u8], nonce: Nonce) -> Result<Known> {
+    pub(super) async fn create(&self, key: ObjectKey, body: Body<'_>, nonce: Nonce) -> Result<Known> {
         let mut in_doubt = false;
         for attempt in 1.. {
-            match self.try_create(key, bytes, nonce, &mut in_doubt).await? {
+            match self.try_create(key, body, nonce, &mut in_doubt).await? {
                 Attempt::Known(known) => return Ok(known),
                 Attempt::Again(failure) => self.pause_create(key, attempt, failure).await?,
             }
@@ -63,11 +69,15 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     pub(super) async fn try_create(
         &self,
         key: ObjectKey,
-        bytes: &[u8],
+        body: Body<'_>,
         nonce: Nonce,
         in_doubt: &mut bool,
     ) -> Result<Attempt> {
-        match self.archive.bucket.create(key, bytes).await {
+        let created = match body {
+            Body::Borrowed(bytes) => self.archive.bucket.create(key, bytes).await,
+            Body::Shared(bytes) => self.archive.bucket.create_shared(key, bytes).await,
+        };
+        match created {
             Ok(Creation::Created) => return Ok(Attempt::Known(Known::Ours)),
             Ok(Creation::Exists) => {}
             Err(failure) => {
@@ -154,7 +164,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         entry: &DataRef,
         store: StoreId,
         lister: u64,
-    ) -> Result<Vec<u8>> {
+    ) -> Result<Payload> {
         match self.get_data(entry, store).await? {
             Some(payload) => Ok(payload),
             None => Err(self.missing(ObjectKey::Data(entry.key), lister).await?),
@@ -162,30 +172,37 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     }
 
     /// Returns the payload of a data object, or `None` if the object does not exist.
-    async fn get_data(&self, entry: &DataRef, store: StoreId) -> Result<Option<Vec<u8>>> {
+    async fn get_data(&self, entry: &DataRef, store: StoreId) -> Result<Option<Payload>> {
         let key = ObjectKey::Data(entry.key);
         let Some(bytes) = self.get(key).await? else { return Ok(None) };
-        let payload = decode_data(&bytes, entry, store).map_err(|defect| Error::invalid(key, defect))?;
-        Ok(Some(payload.to_vec()))
+        let payload = Payload::decode(bytes, entry, store);
+        payload.map(Some).map_err(|defect| Error::invalid(key, defect))
     }
 
     /// Reads the data objects of `entries`, which the line object at position `lister` lists, up to [`READS_MAX`]
-    /// concurrently. Calls `receive` with each entry and its payload, in the order of `entries`.
+    /// concurrently. Calls `receive` with each entry and its payload, in the order of `entries`. `receive` returns the
+    /// number of payloads that it still keeps in memory, so that fewer are read meanwhile.
     pub(super) async fn need_each_data(
         &mut self,
         entries: &[DataRef],
         store: StoreId,
         lister: u64,
-        mut receive: impl FnMut(&DataRef, &[u8]) -> Result<()>,
+        mut receive: impl FnMut(&DataRef, Payload) -> Result<usize>,
     ) -> Result<()> {
         let missing = {
             let line = &*self;
             let read = |entry| async move { (entry, line.get_data(entry, store).await) };
-            let mut payloads = pin!(stream::iter(entries).map(read).buffered(READS_MAX));
+            let mut left = entries.iter();
+            let mut running = FuturesOrdered::new();
+            let mut kept = 0;
             loop {
-                match payloads.next().await {
+                while running.is_empty() || running.len() + kept < READS_MAX {
+                    let Some(entry) = left.next() else { break };
+                    running.push_back(read(entry));
+                }
+                match running.next().await {
                     Some((entry, payload)) => match payload? {
-                        Some(payload) => receive(entry, &payload)?,
+                        Some(payload) => kept = receive(entry, payload)?,
                         None => break entry.key,
                     },
                     None => return Ok(()),

@@ -9,8 +9,8 @@ use super::{Line, Nonces};
 use crate::bucket::Bucket;
 use crate::error::{Damage, Error, Result};
 use crate::object::{
-    BatchPoint, Content, DataKey, DataRef, Fence, KeptSnapshot, LineObject, Manifest, ObjectKey, Part, Role,
-    Run, predecessor,
+    BatchPoint, Content, DataKey, DataRef, Fence, KeptSnapshot, LineObject, Manifest, ObjectKey, Part,
+    Payload, Role, Run, predecessor,
 };
 
 /// Receives a state that is read from the line, for example to restore it. After an error, the caller discards
@@ -40,7 +40,12 @@ pub trait StateSink {
     ///
     /// # Errors
     /// Returns the error of writing to the local disk.
-    fn part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()>;
+    fn part(&mut self, part: &Part, bytes: Payload) -> io::Result<()>;
+
+    /// Returns the number of received parts that are in memory and not written yet. Fewer parts are fetched meanwhile.
+    fn parts_in_memory(&self) -> usize {
+        0
+    }
 
     /// Receives a piece of the frames of the batches above `before`, up to and including `after`. Pieces may end within
     /// a frame. The sink skips frames at or below the manifest's `redo` and checks the chain hash of each frame.
@@ -65,7 +70,7 @@ pub trait StateSink {
     ///
     /// # Errors
     /// Returns the error of writing to the local disk.
-    fn named_part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()>;
+    fn named_part(&mut self, part: &Part, bytes: Payload) -> io::Result<()>;
 
     /// Receives a named snapshot after all of its parts were received.
     ///
@@ -294,7 +299,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             self.need_each_data(&wanted, store, kept_from, |entry, bytes| {
                 sink.named_part(&entry.part, bytes)?;
                 reading.receive(kept.position, entry);
-                Ok(())
+                Ok(sink.parts_in_memory())
             })
             .await?;
             let parts: Vec<Part> = listed.iter().map(|entry| entry.part).collect();
@@ -342,10 +347,10 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         });
         self.need_each_data(&wanted, store, lister, |entry, bytes| {
             match entry.part.role {
-                Role::Frames => sink.frames(before, after, bytes)?,
+                Role::Frames => sink.frames(before, after, &bytes)?,
                 _ => sink.part(&entry.part, bytes)?,
             }
-            Ok(())
+            Ok(sink.parts_in_memory())
         })
         .await
     }
@@ -421,15 +426,13 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         if object.data.is_empty() {
             sink.frames(&run.before, &run.after, &run.frames)?;
         }
-        for entry in &object.data {
-            let is_older = object.position < reading.manifest
-                && reading.files.contains(&(entry.part.role, entry.part.file));
-            if !is_older {
-                let (store, lister) = (object.store, object.position);
-                self.read_parts(&[*entry], store, lister, &run.before, &run.after, sink).await?;
-                reading.receive(lister, entry);
-            }
-        }
+        let is_needed = |entry: &&DataRef| {
+            object.position > reading.manifest || !reading.files.contains(&(entry.part.role, entry.part.file))
+        };
+        let needed: Vec<DataRef> = object.data.iter().filter(is_needed).copied().collect();
+        let (store, lister) = (object.store, object.position);
+        self.read_parts(&needed, store, lister, &run.before, &run.after, sink).await?;
+        needed.iter().for_each(|entry| reading.receive(lister, entry));
         reading.point = run.after;
         Ok(())
     }

@@ -183,6 +183,14 @@ pub struct Header {
 impl Header {
     /// Encodes an object that consists of this header and `body`.
     pub(super) fn encode(&self, body: &[u8]) -> Vec<u8> {
+        let mut out = Vec::with_capacity(ObjectHeaderRaw::LEN + body.len());
+        out.extend_from_slice(&self.encode_alone(body.len(), crc64(body)));
+        out.extend_from_slice(body);
+        out
+    }
+
+    /// Encodes the header of an object with a body of `body_len` bytes.
+    pub(super) fn encode_alone(&self, body_len: usize, body_crc: u64) -> [u8; ObjectHeaderRaw::LEN] {
         let [key_term, key_random, key_number] = self.key.numbers();
         let mut raw = ObjectHeaderRaw {
             magic: OBJECT_MAGIC,
@@ -195,20 +203,22 @@ impl Header {
             term: self.term,
             nonce: self.nonce,
             nonce_before: self.nonce_before,
-            body_len: body.len() as u64,
-            body_crc: crc64(body),
+            body_len: body_len as u64,
+            body_crc,
             reserved: [0; 12],
             header_crc: 0,
         };
         raw.header_crc = crc32fast::hash(&raw.to_bytes()[..124]);
-        let mut out = Vec::with_capacity(ObjectHeaderRaw::LEN + body.len());
-        out.extend_from_slice(&raw.to_bytes());
-        out.extend_from_slice(body);
-        out
+        raw.to_bytes()
     }
 
     /// Checks an object except for the structure of its body, and returns its header and its body (SPEC A1 to A5).
     pub(super) fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), ObjectDefect> {
+        Self::decode_with_crc(bytes).map(|(header, body, _)| (header, body))
+    }
+
+    /// Checks an object like [`decode`](Self::decode), and also returns the CRC-64 of its body.
+    pub(super) fn decode_with_crc(bytes: &[u8]) -> Result<(Self, &[u8], u64), ObjectDefect> {
         let truncated = Defect::Truncated { needed: ObjectHeaderRaw::LEN as u64, have: bytes.len() as u64 };
         let (head, body) = bytes.split_first_chunk().ok_or_else(|| truncated.at(0))?;
         let raw = ObjectHeaderRaw::from_bytes(head);
@@ -233,7 +243,18 @@ impl Header {
         if raw.body_crc != computed {
             return Err(Defect::BodyChecksum { found: raw.body_crc, computed }.at(104));
         }
-        Ok((header, body))
+        Ok((header, body, computed))
+    }
+
+    /// Checks that the object belongs under `key` and, if `store` is set, to this store.
+    pub(super) fn check_place(&self, key: ObjectKey, store: Option<StoreId>) -> Result<(), ObjectDefect> {
+        if store.is_some_and(|store| self.store != store) {
+            return Err(Defect::Foreign.at(16));
+        }
+        if self.key != key {
+            return Err(Defect::Misplaced.at(32));
+        }
+        Ok(())
     }
 
     /// Checks kind, key, term and nonces (SPEC A3).
@@ -287,9 +308,26 @@ impl Header {
 /// Returns the CRC-64/XZ of `bytes`.
 #[must_use]
 pub fn crc64(bytes: &[u8]) -> u64 {
-    let mut digest = crc64fast::Digest::new();
+    let mut digest = Crc64::new();
     digest.write(bytes);
-    digest.sum64()
+    digest.sum()
+}
+
+/// The CRC-64/XZ of bytes that arrive in pieces.
+pub(crate) struct Crc64(crc64fast::Digest);
+
+impl Crc64 {
+    pub fn new() -> Self {
+        Self(crc64fast::Digest::new())
+    }
+
+    pub fn write(&mut self, bytes: &[u8]) {
+        self.0.write(bytes);
+    }
+
+    pub fn sum(&self) -> u64 {
+        self.0.sum64()
+    }
 }
 
 pub(super) fn check_point(what: &'static str, point: &BatchPoint, offset: usize) -> Result<(), ObjectDefect> {

@@ -9,6 +9,8 @@ mod header;
 mod content;
 mod defect;
 
+use std::ops::Deref;
+
 use remanent_format::StoreId;
 use remanent_format::layout::layout;
 use remanent_format::limits::NUMBER_MAX;
@@ -22,6 +24,7 @@ pub use content::{
     KeptSnapshotRaw, Manifest, ManifestRaw, Run, RunRaw, predecessor,
 };
 pub use defect::{Defect, ObjectDefect};
+pub(crate) use header::Crc64;
 pub use header::{
     BatchPoint, DATA_OBJECT_LEN_MAX, Header, Kind, LINE_OBJECT_LEN_MAX, Nonce, OBJECT_MAGIC, OBJECT_VERSION,
     ObjectHeaderRaw, crc64,
@@ -453,16 +456,30 @@ pub fn encode_data(
     payload: &[u8],
 ) -> Result<Vec<u8>, ObjectDefect> {
     check_limit("length of a part", payload.len() as u64, PART_LEN_MAX as u64, 0)?;
-    let key_of = ObjectKey::Data(key);
-    let header = Header {
-        kind: Kind::Data,
-        store,
-        key: key_of,
-        term: key.term,
-        nonce,
-        nonce_before: Nonce::default(),
-    };
-    Ok(header.encode(payload))
+    Ok(data_header(store, key, nonce).encode(payload))
+}
+
+/// Completes a data object whose payload is in `object` from [`ObjectHeaderRaw::LEN`] on, and has the CRC-64 `crc`.
+///
+/// # Errors
+/// Returns [`Defect::Limit`] if the object is longer than 8 MiB.
+pub(crate) fn encode_data_header(
+    store: StoreId,
+    key: DataKey,
+    nonce: Nonce,
+    crc: u64,
+    object: &mut [u8],
+) -> Result<(), ObjectDefect> {
+    let len = object.len() - ObjectHeaderRaw::LEN;
+    check_limit("length of a part", len as u64, PART_LEN_MAX as u64, 0)?;
+    let header = data_header(store, key, nonce).encode_alone(len, crc);
+    object[..ObjectHeaderRaw::LEN].copy_from_slice(&header);
+    Ok(())
+}
+
+fn data_header(store: StoreId, key: DataKey, nonce: Nonce) -> Header {
+    let (term, nonce_before) = (key.term, Nonce::default());
+    Header { kind: Kind::Data, store, key: ObjectKey::Data(key), term, nonce, nonce_before }
 }
 
 /// Checks a data object against its entry in a list, and returns its payload (SPEC B4).
@@ -470,14 +487,46 @@ pub fn encode_data(
 /// # Errors
 /// Returns an [`ObjectDefect`] if the object is invalid, or if its length or checksum differ from the entry.
 pub fn decode_data<'a>(bytes: &'a [u8], entry: &DataRef, store: StoreId) -> Result<&'a [u8], ObjectDefect> {
-    let (_, payload) = decode_at(bytes, ObjectKey::Data(entry.key), Some(store))?;
+    let (header, payload, computed) = Header::decode_with_crc(bytes)?;
+    header.check_place(ObjectKey::Data(entry.key), Some(store))?;
     let at = ObjectHeaderRaw::LEN;
     check_field(payload.len() as u64 == entry.part.len, "length of a part", payload.len() as u64, at)?;
-    let computed = crc64(payload);
     if computed != entry.part.crc {
         return Err(Defect::BodyChecksum { found: entry.part.crc, computed }.at(at));
     }
     Ok(payload)
+}
+
+/// The payload of a data object, in the memory in which the object was received.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Payload {
+    object: Vec<u8>,
+}
+
+impl Payload {
+    /// Checks a data object like [`decode_data`], and keeps its payload.
+    ///
+    /// # Errors
+    /// Returns the errors of [`decode_data`].
+    pub fn decode(object: Vec<u8>, entry: &DataRef, store: StoreId) -> Result<Self, ObjectDefect> {
+        decode_data(&object, entry, store)?;
+        Ok(Self { object })
+    }
+
+    /// Returns the payload without the header of its object.
+    #[must_use]
+    pub fn into_bytes(mut self) -> Vec<u8> {
+        self.object.drain(..ObjectHeaderRaw::LEN);
+        self.object
+    }
+}
+
+impl Deref for Payload {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.object[ObjectHeaderRaw::LEN..]
+    }
 }
 
 /// Encodes an object for a probe of the bucket.
@@ -498,11 +547,6 @@ pub fn decode_header(bytes: &[u8]) -> Result<Header, ObjectDefect> {
 /// Decodes and checks the object that is stored under `key`. If `store` is set, the object must belong to this store.
 fn decode_at(bytes: &[u8], key: ObjectKey, store: Option<StoreId>) -> Result<(Header, &[u8]), ObjectDefect> {
     let (header, body) = Header::decode(bytes)?;
-    if store.is_some_and(|store| header.store != store) {
-        return Err(Defect::Foreign.at(16));
-    }
-    if header.key != key {
-        return Err(Defect::Misplaced.at(32));
-    }
+    header.check_place(key, store)?;
     Ok((header, body))
 }

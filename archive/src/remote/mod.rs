@@ -55,8 +55,9 @@ mod folder;
 mod options;
 
 use std::fmt;
+use std::fs::File;
 use std::future::Future;
-use std::io;
+use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::pin::pin;
@@ -66,9 +67,10 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt};
 use object_store::path::Path;
-use object_store::{GetOptions, GetRange, ObjectStoreExt, PutMode, PutOptions, PutPayload};
+use object_store::{GetOptions, GetRange, GetResultPayload, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::watch;
 
@@ -131,6 +133,15 @@ pub struct RemoteBucket {
     shared: Arc<Shared>,
     /// `Some` until the bucket is dropped.
     runtime: Option<Runtime>,
+}
+
+/// The body of a request, which shares its memory with the caller.
+struct SharedBytes(Arc<Vec<u8>>);
+
+impl AsRef<[u8]> for SharedBytes {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
 }
 
 /// Continues a thread that waits in [`RemoteBucket::block_on`].
@@ -324,6 +335,9 @@ impl Shared {
             if len > DATA_OBJECT_LEN_MAX as u64 {
                 return Ok::<_, object_store::Error>(Err(len));
             }
+            if let GetResultPayload::File(file, _) = found.payload {
+                return read_file(file, found.range).await.map(|bytes| Ok((bytes, len)));
+            }
             let mut stream = found.into_stream();
             let mut bytes = Vec::with_capacity(len as usize);
             while let Some(piece) = stream.try_next().await? {
@@ -395,6 +409,22 @@ impl Shared {
     }
 }
 
+/// Reads a range of a file in one step. `object_store` would read it in small pieces.
+async fn read_file(file: File, range: Range<u64>) -> Result<Vec<u8>, object_store::Error> {
+    let read = move || {
+        let mut bytes = Vec::with_capacity((range.end - range.start) as usize);
+        (&file).seek(SeekFrom::Start(range.start))?;
+        file.take(range.end - range.start).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    };
+    let failed =
+        |source: io::Error| object_store::Error::Generic { store: "LocalFileSystem", source: source.into() };
+    match tokio::task::spawn_blocking(read).await {
+        Ok(bytes) => bytes.map_err(failed),
+        Err(error) => Err(failed(io::Error::other(error))),
+    }
+}
+
 fn is_absent_bucket(answer: &Option<Answer>) -> bool {
     answer.as_ref().is_some_and(Answer::is_absent_bucket)
 }
@@ -402,6 +432,12 @@ fn is_absent_bucket(answer: &Option<Answer>) -> bool {
 impl Bucket for RemoteBucket {
     async fn create(&self, key: ObjectKey, bytes: &[u8]) -> Result<Creation, BucketError> {
         let (shared, payload) = (self.shared.clone(), PutPayload::from(bytes.to_vec()));
+        self.run(async move { shared.create(key, payload).await }).await
+    }
+
+    async fn create_shared(&self, key: ObjectKey, bytes: &Arc<Vec<u8>>) -> Result<Creation, BucketError> {
+        let payload = PutPayload::from(Bytes::from_owner(SharedBytes(bytes.clone())));
+        let shared = self.shared.clone();
         self.run(async move { shared.create(key, payload).await }).await
     }
 

@@ -9,7 +9,7 @@ use remanent_format::{Incarnation, LogPoint, Lsn, SnapshotId, StoreId};
 
 use crate::line::{NamedParts, RestoredEnd, SnapshotParts, StateSink};
 use crate::local::{FenceRecord, SealedFrames};
-use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, Part, Role, crc64};
+use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, Part, Payload, Role, crc64};
 
 /// The contents of a batch, a unique number.
 pub type Token = u64;
@@ -392,12 +392,13 @@ impl StateSink for Restored {
         Ok(())
     }
 
-    fn part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()> {
+    fn part(&mut self, part: &Part, bytes: Payload) -> io::Result<()> {
         let first = u64::from_le_bytes(std::array::from_fn(|at| bytes[at])) as usize;
         self.batches.truncate(first);
         self.batches.extend(Batch::decode_all(&bytes[8..]));
-        self.parts.insert(*part, bytes.into());
-        self.images.push(ImageFile { number: part.file, end: self.batches.len(), bytes: bytes.into() });
+        let bytes: Rc<[u8]> = Rc::from(&*bytes);
+        self.parts.insert(*part, bytes.clone());
+        self.images.push(ImageFile { number: part.file, end: self.batches.len(), bytes });
         Ok(())
     }
 
@@ -429,8 +430,8 @@ impl StateSink for Restored {
         Ok(())
     }
 
-    fn named_part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()> {
-        self.parts.insert(*part, bytes.into());
+    fn named_part(&mut self, part: &Part, bytes: Payload) -> io::Result<()> {
+        self.parts.insert(*part, Rc::from(&*bytes));
         Ok(())
     }
 

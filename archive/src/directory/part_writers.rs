@@ -1,0 +1,232 @@
+//! Threads that write parts of image files and read them back, while further parts are received.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::mem;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use super::files::{StoreFiles, file_of};
+use crate::object::{Part, Payload};
+
+/// Maximum number of threads. Each one has at most one part in memory.
+const THREADS_MAX: usize = 4;
+/// Number of bytes that a thread writes before it reads them back.
+const PROVE_EVERY: u64 = 64 << 20;
+
+/// The channel from which the threads take parts.
+type PartReceiver = Mutex<Receiver<(Part, Payload)>>;
+
+/// The threads that write the parts of one restore. Dropping the value discards the parts that are not written yet.
+#[derive(Debug)]
+pub(super) struct PartWriters {
+    /// `Some` until the threads are stopped.
+    parts: Option<SyncSender<(Part, Payload)>>,
+    threads: Vec<JoinHandle<io::Result<Vec<Part>>>>,
+    shared: Arc<Shared>,
+    /// The other end of `parts` until the threads are started. Then only they have it, so that a send fails once all of
+    /// them have ended.
+    receiver: Option<Arc<PartReceiver>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    files: StoreFiles,
+    /// Number of parts that the threads received and did not write yet.
+    in_memory: AtomicUsize,
+    /// Whether a thread has failed, or the parts are discarded.
+    is_stopped: AtomicBool,
+}
+
+impl PartWriters {
+    /// Creates the writers of the files of a directory. The first part starts the threads.
+    pub fn new(files: &StoreFiles) -> Self {
+        // Without a buffer, so that each part in memory is counted.
+        let (parts, receiver) = sync_channel(0);
+        let shared = Shared {
+            files: files.clone(),
+            in_memory: AtomicUsize::new(0),
+            is_stopped: AtomicBool::new(false),
+        };
+        let receiver = Some(Arc::new(Mutex::new(receiver)));
+        Self { parts: Some(parts), threads: Vec::new(), shared: Arc::new(shared), receiver }
+    }
+
+    /// Passes a part to a thread, which writes it. Waits for a free thread. No part may be passed whose bytes overlap
+    /// those of an earlier one.
+    ///
+    /// # Errors
+    /// Returns the first error of a thread.
+    pub fn write(&mut self, part: Part, bytes: Payload) -> io::Result<()> {
+        if let Some(receiver) = self.receiver.take() {
+            self.start(&receiver)?;
+        }
+        self.shared.in_memory.fetch_add(1, Ordering::Relaxed);
+        let is_stopped = self.shared.is_stopped.load(Ordering::Relaxed);
+        if is_stopped || self.parts.as_ref().is_none_or(|parts| parts.send((part, bytes)).is_err()) {
+            self.join()?;
+            return Err(io::Error::other("the threads of the restore have ended"));
+        }
+        Ok(())
+    }
+
+    /// Returns the number of parts that are not written yet.
+    pub fn parts_in_memory(&self) -> usize {
+        self.shared.in_memory.load(Ordering::Relaxed)
+    }
+
+    /// Waits until all parts are written and read back, and returns them.
+    ///
+    /// # Errors
+    /// Returns the first error of a thread.
+    pub fn finish(mut self) -> io::Result<Vec<Part>> {
+        self.join()
+    }
+
+    fn start(&mut self, receiver: &Arc<PartReceiver>) -> io::Result<()> {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        for _ in 0..cores.clamp(2, THREADS_MAX) {
+            let (shared, receiver) = (self.shared.clone(), receiver.clone());
+            let thread = thread::Builder::new().name("remanent-restore".to_owned());
+            self.threads.push(thread.spawn(move || shared.run(&receiver))?);
+        }
+        Ok(())
+    }
+
+    fn join(&mut self) -> io::Result<Vec<Part>> {
+        self.parts = None;
+        let mut proven = Vec::new();
+        let mut failure = None;
+        for thread in self.threads.drain(..) {
+            match thread.join() {
+                Ok(Ok(parts)) => proven.extend(parts),
+                Ok(Err(error)) => failure = failure.or(Some(error)),
+                Err(_) => failure = failure.or(Some(io::Error::other("a thread of the restore panicked"))),
+            }
+        }
+        failure.map_or(Ok(proven), Err)
+    }
+}
+
+impl Drop for PartWriters {
+    fn drop(&mut self) {
+        self.shared.is_stopped.store(true, Ordering::Relaxed);
+        // The error belongs to a restore that has failed, or that starts over.
+        let _ = self.join();
+    }
+}
+
+impl Shared {
+    /// Writes parts until there are no more. Returns the parts that were read back.
+    fn run(&self, receiver: &PartReceiver) -> io::Result<Vec<Part>> {
+        let result = self.write_parts(receiver);
+        if result.is_err() {
+            self.is_stopped.store(true, Ordering::Relaxed);
+        }
+        result
+    }
+
+    fn write_parts(&self, receiver: &PartReceiver) -> io::Result<Vec<Part>> {
+        let (mut proven, mut written, mut len) = (Vec::new(), Vec::new(), 0);
+        while let Some((part, bytes)) = self.receive(receiver) {
+            self.files.write_at(file_of(part.role, part.file)?, part.offset, &bytes)?;
+            drop(bytes);
+            self.in_memory.fetch_sub(1, Ordering::Relaxed);
+            written.push(part);
+            len += part.len;
+            if len >= PROVE_EVERY {
+                proven.extend(self.prove(mem::take(&mut written))?);
+                len = 0;
+            }
+        }
+        if !self.is_stopped.load(Ordering::Relaxed) {
+            proven.extend(self.prove(written)?);
+        }
+        Ok(proven)
+    }
+
+    /// Returns the next part, or `None` if there are no more parts or the writers are stopped.
+    fn receive(&self, receiver: &PartReceiver) -> Option<(Part, Payload)> {
+        let next = receiver.lock().unwrap_or_else(PoisonError::into_inner).recv().ok();
+        next.filter(|_| !self.is_stopped.load(Ordering::Relaxed))
+    }
+
+    /// Syncs the files of `parts`, and reads the parts back from the medium.
+    fn prove(&self, parts: Vec<Part>) -> io::Result<Vec<Part>> {
+        let files: BTreeSet<_> = parts.iter().map(|part| (part.role, part.file)).collect();
+        for (role, file) in files {
+            self.files.sync_and_drop_cache(file_of(role, file)?)?;
+        }
+        parts.iter().try_for_each(|part| self.files.check_part(part))?;
+        Ok(parts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use remanent_format::StoreId;
+
+    use super::*;
+    use crate::object::{DataKey, DataRef, Nonce, Role, crc64, encode_data};
+
+    const LEN: usize = 100_000;
+
+    fn part(index: u64) -> (Part, Payload) {
+        let bytes: Vec<u8> = (0..LEN).map(|at| (at as u64 * 7 + index) as u8).collect();
+        let offset = index * LEN as u64;
+        let part = Part { role: Role::Images, file: 3, offset, len: LEN as u64, crc: crc64(&bytes) };
+        let (store, key) = (StoreId([1; 16]), DataKey { term: 1, random: 1, index });
+        let object = encode_data(store, key, Nonce([1; 16]), &bytes).unwrap();
+        (part, Payload::decode(object, &DataRef { key, part }, store).unwrap())
+    }
+
+    fn files(root: &std::path::Path) -> StoreFiles {
+        let files = StoreFiles::new(root);
+        files.make_folders().unwrap();
+        files
+    }
+
+    #[test]
+    fn written_parts_are_read_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = files(folder.path());
+        let mut writers = PartWriters::new(&files);
+        let parts: Vec<Part> = (0..50).map(|index| part(index).0).collect();
+        (0..50).for_each(|index| writers.write(parts[index as usize], part(index).1).unwrap());
+        let mut proven = writers.finish().unwrap();
+        proven.sort_unstable();
+        assert_eq!(proven, parts);
+        parts.iter().for_each(|part| files.check_part(part).unwrap());
+    }
+
+    /// The bytes on the disk differ from the part, as after a faulty write.
+    #[test]
+    fn other_bytes_on_the_disk_are_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut writers = PartWriters::new(&files(folder.path()));
+        for index in 0..5 {
+            let (mut part, bytes) = part(index);
+            part.crc ^= u64::from(index == 2);
+            writers.write(part, bytes).unwrap();
+        }
+        let error = writers.finish().unwrap_err();
+        assert!(error.to_string().contains("has changed at offset 200000"), "{error}");
+    }
+
+    /// A failed thread ends the others, and a caller that waits for a free thread.
+    #[test]
+    fn failed_write_ends_the_restore() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = files(folder.path());
+        std::fs::remove_dir(folder.path().join("pages")).unwrap();
+        let mut writers = PartWriters::new(&files);
+        let failed = (0..50).find_map(|index| {
+            let (part, bytes) = part(index);
+            writers.write(part, bytes).err()
+        });
+        let error = failed.unwrap_or_else(|| writers.finish().unwrap_err());
+        assert_eq!(error.kind(), io::ErrorKind::NotFound, "{error}");
+    }
+}
