@@ -625,6 +625,74 @@ impl View {
 }
 
 #[cfg(feature = "archive")]
+impl Follower {
+    /// Opens a follower of the archive at `archive.url`. It returns each batch once the batch is archived, so that no
+    /// returned batch is lost in a crash.
+    ///
+    /// Positions of followers of the store and of its archive are the same: one can continue after the other. A position
+    /// that is not archived yet is awaited.
+    ///
+    /// While the follower waits, it sends one GET per [`interval`](options::ArchiveOptions::interval) (1 second by
+    /// default, $1.20 a month at the list price of S3), however often [`Follower::next`] is called, and every tenth time
+    /// another one. After a batch, it sends two GETs for each object of the archive that is new, and fetches images only
+    /// when they are read. It uses up to 64 MiB of memory and a temporary folder with up to
+    /// [`cache_len_max`](options::ArchiveOptions::cache_len_max) bytes of images. The archive is not changed, and the
+    /// credential needs to read only.
+    ///
+    /// Besides its own errors, [`Follower::next`] then returns [`Error::Archive`] if the bucket cannot be reached, or
+    /// if an object is damaged or missing; after the former, the follower can continue. [`Error::Overtaken`] means that
+    /// the archive has deleted or never contained the next batch, and [`Error::Diverged`] that the archive was continued
+    /// at an earlier batch.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use remanent::follow::{FollowFrom, Follower, Replica};
+    /// use remanent::options::ArchiveOptions;
+    /// use remanent::{Ack, Options, Place};
+    /// # let directory = tempfile::tempdir()?;
+    /// # let (path, archive) = (directory.path().join("store"), directory.path().join("archive"));
+    /// # std::fs::create_dir(&archive)?;
+    /// let archive = ArchiveOptions::new(format!("file://{}", archive.display()));
+    /// let store = Options::new().archive(archive.clone()).open(&path)?;
+    /// let mut batch = store.batch();
+    /// batch.create_from(b"weights".to_vec(), Place::Host);
+    /// let ticket = store.submit(batch)?;
+    /// ticket.wait(Ack::Archived)?;
+    ///
+    /// // On any machine.
+    /// let mut follower = Follower::open_archive(&archive, FollowFrom::Beginning)?;
+    /// let mut replica = Replica::default();
+    /// replica.apply(&follower.next(Duration::from_secs(10))?.expect("it is archived"))?;
+    /// assert_eq!(replica.bytes(ticket.pages()[0]), Some(&b"weights"[..]));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Overtaken`] if the archive does not keep the batches after `from`; [`Error::Diverged`] if it contains
+    /// another batch instead of the one at `from`; [`Error::Archive`] if the bucket cannot be reached, the archive is
+    /// empty, or an object is damaged or missing; errors of the temporary folder.
+    pub fn open_archive(archive: &options::ArchiveOptions, from: FollowFrom) -> Result<Self> {
+        let folder = temporary_directory()?;
+        let disk = Arc::new(DirDisk::new(folder.path()));
+        archive::open_follower(archive, from, folder, disk)
+    }
+}
+
+#[cfg(feature = "archive")]
+impl Replica {
+    /// Loads the state of the newest snapshot in an archive into memory, like [`Replica::from_snapshot`]. A follower that
+    /// [`Follower::open_archive`] opens at the replica's position continues with the next batch.
+    ///
+    /// # Errors
+    /// The errors of [`View::open_archive`]; [`Error::OutOfMemory`].
+    pub fn from_archive(archive: &options::ArchiveOptions) -> Result<Self> {
+        let folder = temporary_directory()?;
+        let disk = Arc::new(DirDisk::held(folder.path()));
+        archive::open_replica(archive, folder, disk)
+    }
+}
+
+#[cfg(feature = "archive")]
 fn open_archive(options: &options::ArchiveOptions, point: Option<&StatePoint>) -> Result<View> {
     let folder = temporary_directory()?;
     let disk = Arc::new(DirDisk::held(folder.path()));

@@ -1,4 +1,4 @@
-//! The files of a view of an archive: local files, and image files whose parts are fetched when they are read.
+//! The files that a reader of an archive sees: local files, and files whose parts are fetched when they are read.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use remanent_archive::Error as Failure;
 use remanent_archive::line::{Archive, ListedPart, SystemNonces, fetch_part};
+use remanent_archive::object::Role;
 use remanent_archive::remote::RemoteBucket;
 use remanent_archive::rules::Rules;
 use remanent_format::{FileName, Folder, Lsn, SnapshotId};
@@ -18,17 +19,17 @@ use crate::disk::{Disk, DiskFile, DiskLock, Hold, Window};
 use crate::error::{Error, IoAction, Result};
 use crate::options::{ImageIo, LogIo};
 
-/// The files of a view of an archive. They are read-only.
+/// The files of a view of an archive, or of the batches of a run. They are read-only.
 pub(super) struct ArchivedDisk {
-    /// The files that were fetched when the view was opened.
+    /// The files that were fetched when the archive was opened.
     local: Arc<dyn Disk>,
-    /// The image files, by number.
-    images: BTreeMap<u64, Arc<ArchivedFile>>,
+    /// The image files and tables in the archive.
+    files: BTreeMap<FileName, Arc<ArchivedFile>>,
     /// Keeps the folder of the local files, also for a state without images.
     source: PartSource,
 }
 
-/// The source of the parts of image files. A forked child does not drop it, because it contains threads and a temporary
+/// The source of the parts of files. A forked child does not drop it, because it contains threads and a temporary
 /// folder of the parent.
 pub(super) type PartSource = Arc<ForkGuard<SourceParts>>;
 
@@ -37,15 +38,15 @@ pub(super) struct SourceParts {
     pub url: String,
     pub bucket: RemoteBucket,
     pub cache: PartCache,
-    /// The batch that the view shows, for errors.
-    pub lsn: Lsn,
     /// The folder of the local files, which is removed at the end.
     pub _folder: tempfile::TempDir,
 }
 
-/// An image file in an archive.
+/// A file in an archive.
 struct ArchivedFile {
     file: FileName,
+    /// The batch that needs the file, for errors.
+    lsn: Lsn,
     /// The parts by their offsets, each with its number in the cache.
     parts: BTreeMap<u64, (usize, ListedPart)>,
     source: PartSource,
@@ -57,28 +58,41 @@ struct NoLock;
 impl DiskLock for NoLock {}
 
 impl ArchivedDisk {
-    /// Creates the files of a view. Of two parts of a file at one offset, the later one counts.
-    pub fn new(local: Arc<dyn Disk>, images: Vec<ListedPart>, source: PartSource) -> Self {
-        let mut files: BTreeMap<u64, BTreeMap<u64, (usize, ListedPart)>> = BTreeMap::new();
-        for (number, listed) in images.into_iter().enumerate() {
+    /// Creates the files that batch `lsn` needs, from their parts and the numbers of these in the cache. Of two parts of
+    /// a file at one offset, the later one counts.
+    pub fn new(
+        local: Arc<dyn Disk>,
+        parts: impl IntoIterator<Item = (usize, ListedPart)>,
+        lsn: Lsn,
+        source: PartSource,
+    ) -> Self {
+        let mut files: BTreeMap<FileName, BTreeMap<u64, (usize, ListedPart)>> = BTreeMap::new();
+        for (number, listed) in parts {
             let part = &listed.entry.part;
-            files.entry(part.file).or_default().insert(part.offset, (number, listed));
+            let file = match part.role {
+                Role::Images => FileName::Pages(part.file),
+                Role::Table => FileName::Table(part.file),
+                Role::Frames | Role::Link => continue,
+            };
+            files.entry(file).or_default().insert(part.offset, (number, listed));
         }
-        let file = |(number, parts)| {
-            let file = ArchivedFile { file: FileName::Pages(number), parts, source: source.clone() };
-            (number, Arc::new(file))
-        };
-        let images = files.into_iter().map(file).collect();
-        Self { local, images, source }
+        let file =
+            |(file, parts)| (file, Arc::new(ArchivedFile { file, lsn, parts, source: source.clone() }));
+        let files = files.into_iter().map(file).collect();
+        Self { local, files, source }
     }
 }
 
 impl SourceParts {
-    fn fetch(&self, part: &ListedPart) -> Result<Vec<u8>> {
-        let archive = Archive { bucket: &self.bucket, nonces: &SystemNonces, rules: Rules::default() };
-        self.bucket.block_on(fetch_part(archive, part)).map_err(|failure| match failure {
+    /// Returns the archive that contains the parts.
+    pub fn archive(&self) -> Archive<'_, RemoteBucket, SystemNonces> {
+        Archive { bucket: &self.bucket, nonces: &SystemNonces, rules: Rules::default() }
+    }
+
+    fn fetch(&self, part: &ListedPart, lsn: Lsn) -> Result<Vec<u8>> {
+        self.bucket.block_on(fetch_part(self.archive(), part)).map_err(|failure| match failure {
             // The newest snapshot of the archive is not known here.
-            Failure::Overtaken { .. } => Error::Overtaken { lsn: self.lsn, snapshot: None },
+            Failure::Overtaken { .. } => Error::Overtaken { lsn, snapshot: None },
             failure => error_of(&self.url, &failure),
         })
     }
@@ -97,7 +111,7 @@ impl ArchivedFile {
         if len == 0 {
             return Err(failed(end()));
         }
-        let part = source.cache.part(*number, || source.fetch(listed))?;
+        let part = source.cache.part(*number, || source.fetch(listed, self.lsn))?;
         part.read(&source.cache, skipped, &mut out[..len]).map_err(failed)?;
         Ok(len)
     }
@@ -147,8 +161,8 @@ impl Disk for ArchivedDisk {
 
     fn list(&self, folder: Folder) -> Result<Vec<String>> {
         if folder == Folder::Pages {
-            let mut names: Vec<String> =
-                self.images.keys().map(|file| FileName::Pages(*file).name()).collect();
+            let mut names: Vec<String> = self.files.keys().map(|file| file.name()).collect();
+            names.extend(self.local.list(folder)?);
             names.sort_unstable();
             return Ok(names);
         }
@@ -171,10 +185,9 @@ impl Disk for ArchivedDisk {
         if write {
             return Err(read_only(IoAction::Open, file));
         }
-        let FileName::Pages(number) = file else { return self.local.open(file, false) };
-        match self.images.get(&number) {
+        match self.files.get(&file) {
             Some(open) => Ok(open.clone()),
-            None => Err(Error::io(IoAction::Open, file, None, ErrorKind::NotFound.into())),
+            None => self.local.open(file, false),
         }
     }
 

@@ -18,13 +18,15 @@
 //! A failed request never stops a commit. A fence of another writer does: it poisons the store.
 //!
 //! A [`View`](crate::View) also opens a state of an archive without restoring it: the log, manifests and tables of the
-//! state are written into a temporary folder, and parts of image files are fetched when a page in them is read.
+//! state are written into a temporary folder, and parts of image files are fetched when a page in them is read. A
+//! [`Follower`](crate::follow::Follower) of an archive reads the runs as they are appended, and decodes their frames.
 //!
 //! | file | purpose |
 //! |---|---|
-//! | `view.rs` | opens a view of an archive |
-//! | `archived_disk.rs` | reads the files of a view: local files, and image files in the archive |
-//! | `part_cache.rs` | keeps fetched parts of image files |
+//! | `view.rs` | opens a view of an archive, and loads a replica from one |
+//! | `follower.rs` | returns the batches of an archive in order |
+//! | `archived_disk.rs` | reads the files of a view or of a batch: local files, and files in the archive |
+//! | `part_cache.rs` | keeps fetched parts of files |
 //! | `archiver.rs` | starts, connects and stops the thread |
 //! | `uploader.rs` | the thread |
 //! | `names.rs` | archives named snapshots |
@@ -35,6 +37,7 @@
 //! `log/archived.rs` contains the progress that tickets wait for.
 
 mod view;
+mod follower;
 mod archived_disk;
 mod part_cache;
 mod archiver;
@@ -45,4 +48,5 @@ mod bucket;
 mod failures;
 
 pub(crate) use archiver::{Archiver, CheckedArchive};
-pub(crate) use view::open_view;
+pub(crate) use follower::open_follower;
+pub(crate) use view::{open_replica, open_view};

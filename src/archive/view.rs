@@ -18,6 +18,7 @@ use super::part_cache::PartCache;
 use crate::base::process::ForkGuard;
 use crate::disk::Disk;
 use crate::error::{ArchiveError, ArchiveErrorKind, Error, IoAction, NoSuchState, Result};
+use crate::follower::Replica;
 use crate::history::point::StatePoint;
 use crate::history::view::View;
 use crate::options::ArchiveOptions;
@@ -35,6 +36,28 @@ pub(crate) fn open_view(
     folder: tempfile::TempDir,
     local: Arc<dyn Disk>,
 ) -> Result<View> {
+    View::open_on(&open_files(options, point, folder, local)?, point)
+}
+
+/// Loads the state of the newest snapshot of an archive, like [`open_view`].
+///
+/// # Errors
+/// The errors of [`Replica::from_archive`](crate::follow::Replica::from_archive).
+pub(crate) fn open_replica(
+    options: &ArchiveOptions,
+    folder: tempfile::TempDir,
+    local: Arc<dyn Disk>,
+) -> Result<Replica> {
+    Replica::from_snapshot_on(&open_files(options, None, folder, local)?)
+}
+
+/// Returns the files of a state as those of a store's directory.
+fn open_files(
+    options: &ArchiveOptions,
+    point: Option<&StatePoint>,
+    folder: tempfile::TempDir,
+    local: Arc<dyn Disk>,
+) -> Result<Arc<dyn Disk>> {
     let bucket = open_bucket(options)?;
     let _span = tracing::info_span!("view", archive = options.url).entered();
     let mut line = Line::new(Archive { bucket: &bucket, nonces: &SystemNonces, rules: Rules::default() });
@@ -51,11 +74,9 @@ pub(crate) fn open_view(
         url: options.url.clone(),
         bucket,
         cache: PartCache::new(file, options.cache_len_max),
-        lsn: shown_batch(point, &end),
         _folder: folder,
     }));
-    let disk: Arc<dyn Disk> = Arc::new(ArchivedDisk::new(local, images, source));
-    View::open_on(&disk, point)
+    Ok(Arc::new(ArchivedDisk::new(local, images.into_iter().enumerate(), shown_batch(point, &end), source)))
 }
 
 fn view_point(point: Option<&StatePoint>) -> ViewPoint {

@@ -3,15 +3,21 @@
 use std::fmt;
 use std::sync::Arc;
 
+use remanent_format::frame::FrameHeader;
 use remanent_format::image::ImageRef;
 use remanent_format::image::proven::ProvenImage;
 use remanent_format::image::read::{read_image, stream_image};
 use remanent_format::manifest::Manifest;
-use remanent_format::op::{Op, for_each_op};
-use remanent_format::{Damage, Defect, Lsn, Metadata, PageId, PageInfo};
+use remanent_format::op::{Op, OpAt, decode_payload, for_each_op};
+use remanent_format::state::replay::page_info;
+use remanent_format::state::survey::read_manifest;
+use remanent_format::store::StoreFile;
+use remanent_format::{Damage, Defect, FileName, LogPoint, Lsn, Metadata, PageId, PageInfo};
 
 use super::position::FollowerPosition;
+use super::seek;
 use super::survey::missing_file;
+use crate::base::allocation::collected;
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
@@ -176,6 +182,64 @@ impl RestoredState {
     }
 }
 
+/// The frame of a batch, and the disk with the files that the batch names.
+pub(crate) struct BatchFrame<'a> {
+    pub disk: &'a Arc<dyn Disk>,
+    pub store: &'a StoreFile,
+    pub header: FrameHeader,
+    pub payload: Vec<u8>,
+    /// The point in the log after the frame.
+    pub end: LogPoint,
+    /// The newest batch that is known to survive a power cut.
+    pub durable: Lsn,
+}
+
+impl BatchFrame<'_> {
+    /// Decodes and checks the batch. For a restore, also reads the table.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`], and [`Error::Overtaken`] if the table is no longer kept.
+    pub fn open(self) -> Result<FollowedBatch> {
+        let Self { header, .. } = &self;
+        let at = |defect: Defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn);
+        let ops = decode_payload(&self.payload).map_err(at)?;
+        let restored = match ops.as_slice() {
+            [OpAt { op: Op::Restore { table, table_crc, restored }, .. }] => {
+                Some(self.open_restore(*table, *table_crc, *restored)?)
+            }
+            _ => None,
+        };
+        Ok(FollowedBatch {
+            disk: self.disk.clone(),
+            position: seek::at(self.end),
+            durable: self.durable,
+            segment: header.segment,
+            offset: header.offset,
+            payload: self.payload,
+            restored,
+        })
+    }
+
+    fn open_restore(&self, table: u64, table_crc: u32, of: Lsn) -> Result<RestoredState> {
+        let (file, lsn) = (FileName::Table(table), self.header.lsn);
+        let source = DiskSource::new(self.disk.clone());
+        let gone = |damage: Damage| match (source.archive_failure(&damage), &damage.defect) {
+            (Some(failure), _) => failure,
+            (None, Defect::Missing) => missing_file(self.disk, lsn, damage),
+            (None, _) => damage.into(),
+        };
+        let (table, health) = read_manifest(&source, file, self.store).map_err(gone)?;
+        if health.header_crc != table_crc {
+            let (found, expected) = (health.header_crc.into(), table_crc.into());
+            let defect = Defect::Mismatch { what: "checksum of the restored table", found, expected };
+            return Err(defect.at_lsn(file, 0, lsn).into());
+        }
+        table.check_restored(lsn).map_err(|defect| Error::from(defect.at_lsn(file, 0, lsn)))?;
+        let pages = collected(table.entries.iter().map(page_info))?;
+        Ok(RestoredState { disk: self.disk.clone(), lsn, of, table: Arc::new(table), pages })
+    }
+}
+
 /// Reads the images that a batch names. Files stay open between reads.
 pub(super) struct ImageSource<'d> {
     disk: &'d Arc<dyn Disk>,
@@ -215,6 +279,9 @@ impl<'d> ImageSource<'d> {
     /// The writer removes a file's name before it overwrites the file (I13), and this source may keep the file open.
     /// The content of a file without a name does not indicate damage.
     fn error(&self, damage: Damage) -> Error {
+        if let Some(failure) = self.source.archive_failure(&damage) {
+            return failure;
+        }
         match damage.defect {
             Defect::Missing => missing_file(self.disk, self.lsn, damage),
             Defect::Memory { .. } | Defect::Shortage { .. } => damage.into(),

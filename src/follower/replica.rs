@@ -10,8 +10,9 @@ use remanent_format::state::survey::Survey;
 use remanent_format::state::table::PlanMode;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, Place};
 
-use super::Follower;
+use super::BatchSource;
 use super::batch::{FollowedBatch, ImageSource, RestoredState};
+use super::log_follower::LogFollower;
 use super::position::FollowerPosition;
 use super::survey::{ask, missing, newest_snapshot};
 use crate::base::allocation::{collected, push};
@@ -22,7 +23,7 @@ use crate::error::{Error, Invalid, Result};
 /// A replica of a store's pages and root after one batch, in host memory. The default value is the empty store, before
 /// its first batch.
 ///
-/// See [`Follower`] for an example.
+/// See [`Follower`](super::Follower) for an example.
 #[derive(Clone, Debug)]
 pub struct Replica {
     table: PageTable,
@@ -68,9 +69,10 @@ impl Replica {
         for (page, bytes) in contents {
             // Each insertion allocates separately. Collecting into a map would make one long allocation, whose failure
             // aborts the process.
-            proven.insert(page, bytes?);
+            let failed = |damage| source.archive_failure(&damage).unwrap_or_else(|| damage.into());
+            proven.insert(page, bytes.map_err(failed)?);
         }
-        let position = Follower::behind_end(disk.clone(), &survey.store, base.redo, base.end)?.position();
+        let position = LogFollower::behind_end(disk.clone(), &survey.store, base.redo, base.end)?.position();
         Ok(Self { table: resolution.resolved.table, contents: proven, position })
     }
 

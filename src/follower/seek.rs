@@ -68,7 +68,7 @@ pub(super) fn locate(
 ///
 /// # Errors
 /// [`Error::Diverged`].
-pub(super) fn behind(position: FollowerPosition, segment: u64, next: &Opening) -> Result<Option<LogPoint>> {
+pub(crate) fn behind(position: FollowerPosition, segment: u64, next: &Opening) -> Result<Option<LogPoint>> {
     let survived = Some(next.accepted);
     if position.lsn > next.accepted {
         return Err(diverged(position, survived));
@@ -87,12 +87,12 @@ pub(super) fn at_start(position: FollowerPosition, start: LogPoint) -> FollowerP
 }
 
 /// Returns the position of the last batch before a point.
-pub(super) fn at(point: LogPoint) -> FollowerPosition {
+pub(crate) fn at(point: LogPoint) -> FollowerPosition {
     FollowerPosition { incarnation: point.incarnation, lsn: point.lsn, chain: point.chain }
 }
 
 /// Returns the error for a position that is not in the store's history.
-pub(super) fn diverged(position: FollowerPosition, survived: Option<Lsn>) -> Error {
+pub(crate) fn diverged(position: FollowerPosition, survived: Option<Lsn>) -> Error {
     Error::Diverged { position: position.batch(), survived }
 }
 

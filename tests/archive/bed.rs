@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use remanent::disk::dir::DirDisk;
 use remanent::disk::{Disk, DiskLock};
+use remanent::follow::Replica;
 use remanent::options::{ArchiveOptions, Create, DeviceChoice, LogOptions, SnapshotSchedule};
 use remanent::{Ack, Options, PageId, PageInfo, Place, Retention, StatePoint, Store, View};
 use remanent_archive::directory::{ArchivedDirectory, RestoreTarget, WriterLock};
@@ -224,6 +225,13 @@ pub fn check_view(view: &View) -> u64 {
         view.read(page, 0, &mut bytes).unwrap();
         bytes
     })
+}
+
+/// Asserts that every page of a replica has the bytes of the replica's step. Returns the step.
+pub fn check_replica(replica: &Replica) -> u64 {
+    let Some(remanent::Value::U64(now)) = replica.root().get("step") else { panic!("{:?}", replica.root()) };
+    let infos: Vec<_> = replica.pages().collect();
+    check_pages(*now, &infos, |page| replica.bytes(page).unwrap().to_vec())
 }
 
 fn check_pages(now: u64, infos: &[PageInfo], read: impl Fn(PageId) -> Vec<u8>) -> u64 {

@@ -1,6 +1,7 @@
 //! Tests of stores that are archived while they are open.
 
 mod bed;
+mod followers;
 mod kills;
 mod lives;
 mod lost_buckets;

@@ -7,6 +7,7 @@
 //! |---|---|
 //! | `audit.rs` | 22, 23: checks every object that a restore of the end needs |
 //! | `status.rs` | 22: summarizes an archive with few requests |
+//! | `follow.rs` | 22, 23, 27: reads the objects of the line as they are appended |
 //! | `lazy.rs` | 23, 27: reads a state whose images are fetched later |
 //! | `restore.rs` | 10, 22 to 24, 27, 28: reads a state |
 //! | `cut.rs` | 8: continues the line at an earlier batch |
@@ -22,6 +23,7 @@
 
 mod audit;
 mod status;
+mod follow;
 mod lazy;
 mod restore;
 mod cut;
@@ -49,6 +51,7 @@ pub use append::{Appended, NamedParts, SnapshotParts, UPLOADS_MAX};
 pub use audit::{Audited, DamagedObject, audit};
 pub use boundary::{PrunePlan, Pruned, Swept, Verification, Verified};
 pub use fence::Takeover;
+pub use follow::{Cut, FollowPoint, FoundCursor, LineCursor};
 pub use lazy::{ViewPoint, fetch_part};
 pub use nonces::SystemNonces;
 pub use probe::probe;
