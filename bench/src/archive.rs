@@ -17,9 +17,9 @@ use crate::{Common, Measure, check_seconds};
 const EXAMPLES: &str = "\
 One thread commits deltas of 4 KiB, in turn to a store without an archive and to a store with an archive. The ceiling \
 is the store without an archive. Then the thread commits single batches and waits until each is archived. Finally, a \
-named snapshot is archived and restored; the ceilings are loops that create and read objects of 8 MiB with the same \
-client. The bucket is a folder next to the stores, which syncs its objects to the same disk and is removed at the end. \
-With --url, the archives are created in the given bucket under new names, and are not removed.
+named snapshot is archived, once its batches are archived, and restored; the ceilings are loops that create and read \
+objects of 8 MiB with the same client. The bucket is a folder next to the stores, which syncs its objects to the same \
+disk and is removed at the end. With --url, the archives are created in the given bucket under new names, and are not removed.
 
 Examples:
   remanent-bench archive /mnt/fast
