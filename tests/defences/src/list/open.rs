@@ -60,7 +60,7 @@ pub const LIST: &[Defence] = &[
     ),
     refusal(
         "a follower detects that another store replaced its store",
-        "src/follower/mod.rs",
+        "src/follower/log_follower.rs",
         "open.is_none() && segment::is_foreign(&*self.disk, store, number)?",
         it("moved_directories::follower_detects_replaced_store"),
     ),
