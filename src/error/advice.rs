@@ -168,6 +168,10 @@ fn advice_on_nixl(error: &NixlError) -> &'static str {
         NixlError::InvalidTransfer { .. } => "give ranges that meet the condition in the error",
         NixlError::InvalidMetadata { .. } => "give the bytes that the peer's agent returned, without changes",
         NixlError::OtherPeerVersion { .. } => "install the same version on both hosts",
+        NixlError::UnexpectedAnswer { .. } => {
+            "check that the peer is a page server of the same release of Remanent, then connect to it again"
+        }
+        NixlError::NotConnected { .. } => "connect the client to the server again",
         NixlError::Refused { .. } => "ask for pages that the server can send, with room for their length",
         NixlError::Corrupted { .. } => "check the network and the memory of both hosts, then try again",
         NixlError::Unsettled { .. } => "fetch fewer pages at a time, or while fewer batches change them",

@@ -84,6 +84,18 @@ pub enum NixlError {
         /// The defect.
         reason: &'static str,
     },
+    /// The answer of a peer does not match the request.
+    #[error("peer {peer} sent an answer that does not match the request")]
+    UnexpectedAnswer {
+        /// The name of the server's agent.
+        peer: String,
+    },
+    /// A server received a request from a client that is not connected, or that was disconnected after a failure.
+    #[error("peer {peer} is not connected to this server of pages")]
+    NotConnected {
+        /// The name of the client's agent.
+        peer: String,
+    },
     /// The peer uses another version of NIXL or of this crate's messages.
     #[error("peer {peer} uses {found}, but this agent uses {own}")]
     OtherPeerVersion {

@@ -150,7 +150,8 @@ fn remedy_of_nixl(error: &NixlError) -> Remedy {
         NixlError::NotFound { .. }
         | NixlError::MissingSymbol { .. }
         | NixlError::OtherVersion { .. }
-        | NixlError::OtherPeerVersion { .. } => Remedy::Permit,
+        | NixlError::OtherPeerVersion { .. }
+        | NixlError::UnexpectedAnswer { .. } => Remedy::Permit,
         NixlError::InvalidName { .. }
         | NixlError::UnsupportedMemory { .. }
         | NixlError::OutOfRegion { .. }
@@ -161,6 +162,7 @@ fn remedy_of_nixl(error: &NixlError) -> Remedy {
         | NixlError::TimedOut { .. }
         | NixlError::Corrupted { .. }
         | NixlError::Unsettled { .. }
+        | NixlError::NotConnected { .. }
         | NixlError::Lost { .. } => Remedy::Retry,
     }
 }

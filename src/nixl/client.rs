@@ -4,12 +4,13 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::time::Instant;
 
-use remanent_format::{Epoch, Lsn, PageId};
+use remanent_format::{Epoch, Key, Lsn, PageId, SharedMetadata};
 
 use super::agent::Agent;
 use super::endpoint::{Peer, random};
-use super::message::{Message, PageName, PageVersion, Refusal};
+use super::message::{Message, PageName, Refusal};
 use super::region::{HostBuffer, Region};
+use super::state::{Parts, State, decode_page};
 use super::transfer::pause;
 use crate::base::allocation::make_room;
 use crate::error::{Error, NixlError, Result};
@@ -33,6 +34,10 @@ pub struct FetchedPage {
     pub epoch: Epoch,
     /// Lsn of the batch that last changed or moved the page.
     pub lsn: Lsn,
+    /// Key of the page, or `None` if the page has no key.
+    pub key: Option<Key>,
+    /// Metadata of the page.
+    pub metadata: SharedMetadata,
     /// Contents of the page.
     pub bytes: Vec<u8>,
 }
@@ -119,8 +124,8 @@ impl PageClient {
     ///
     /// # Errors
     /// [`Error::UnknownPage`] if the page does not exist in the store of the server; [`NixlError::Refused`],
-    /// [`NixlError::Corrupted`], [`NixlError::TimedOut`], [`NixlError::Lost`], [`NixlError::Failed`];
-    /// [`Error::OutOfMemory`], [`Error::Forked`].
+    /// [`NixlError::Corrupted`], [`NixlError::UnexpectedAnswer`], [`NixlError::TimedOut`], [`NixlError::Lost`],
+    /// [`NixlError::Failed`]; [`Error::OutOfMemory`], [`Error::Forked`].
     pub fn fetch(&mut self, page: PageId) -> Result<FetchedPage> {
         let mut fetched = None;
         self.fetch_named(&[PageName::Id(page)], &mut |_, page| fetched = Some(page))?;
@@ -157,25 +162,57 @@ impl PageClient {
     pub fn fetch_state(&mut self, pages: &[PageId]) -> Result<(Lsn, Vec<FetchedPage>)> {
         let mut fetched: Vec<Option<FetchedPage>> = vec![None; pages.len()];
         let mut stale: Vec<usize> = (0..pages.len()).collect();
-        for _ in 0..ROUNDS {
+        let lsn = self.settle(|client| {
             let names: Vec<_> = stale.iter().map(|index| PageName::Id(pages[*index])).collect();
             stale.iter().for_each(|index| fetched[*index] = None);
-            self.fetch_named(&names, &mut |index, page| fetched[stale[index]] = Some(page))?;
-            let (lsn, epochs) = self.versions(pages)?;
+            client.fetch_named(&names, &mut |index, page| fetched[stale[index]] = Some(page))?;
+            let (lsn, epochs) = client.versions(pages)?;
             let epoch_of = |page: &Option<FetchedPage>| page.as_ref().map_or(Epoch(0), |page| page.epoch);
             stale = (0..pages.len()).filter(|index| epoch_of(&fetched[*index]) != epochs[*index]).collect();
-            if !stale.is_empty() {
-                tracing::debug!(pages = stale.len(), "pages changed while they were fetched");
-                continue;
+            Ok(if stale.is_empty() { Ok(lsn) } else { Err(stale.len()) })
+        })?;
+        let missing = fetched.iter().position(Option::is_none);
+        match missing {
+            Some(index) => Err(Error::UnknownPage { page: pages[index] }),
+            None => Ok((lsn, fetched.into_iter().flatten().collect())),
+        }
+    }
+
+    /// Calls `round` until it returns a result instead of the number of pages that changed meanwhile.
+    pub(super) fn settle<T>(
+        &mut self,
+        mut round: impl FnMut(&mut Self) -> Result<Result<T, usize>>,
+    ) -> Result<T> {
+        let mut pages = 0;
+        for _ in 0..ROUNDS {
+            match round(self)? {
+                Ok(settled) => return Ok(settled),
+                Err(changed) => pages = changed,
             }
-            let missing = fetched.iter().position(Option::is_none);
-            return match missing {
-                Some(index) => Err(Error::UnknownPage { page: pages[index] }),
-                None => Ok((lsn, fetched.into_iter().flatten().collect())),
-            };
+            tracing::debug!(pages, "pages changed while they were fetched");
         }
         let peer = self.server.name().to_owned();
-        Err(NixlError::Unsettled { peer, pages: stale.len(), rounds: ROUNDS }.into())
+        Err(NixlError::Unsettled { peer, pages, rounds: ROUNDS }.into())
+    }
+
+    /// Returns the newest state of the server's store, without the contents of pages.
+    pub(super) fn state(&mut self) -> Result<State> {
+        let mut parts = Parts::default();
+        loop {
+            let request = Message::State { id: self.number(), offset: parts.offset() };
+            let answer = self.exchange(&request)?;
+            let (len, part) = match &answer {
+                Message::StatePart { len, part, .. } => (*len, part),
+                Message::Refused { refusal, .. } => return Err(self.refused(refusal)),
+                other => return Err(self.unexpected(other)),
+            };
+            match parts.add(len, part) {
+                Ok(None) => {}
+                Ok(Some(state)) => return State::decode(self.server.name(), state),
+                Err(Some(error)) => return Err(error),
+                Err(None) => return Err(self.unexpected(&answer)),
+            }
+        }
     }
 
     /// Returns the newest versions of pages in the store of the server, and the Lsn of the last batch that they
@@ -218,7 +255,7 @@ impl PageClient {
             for answer in self.answers(|answer| pending.contains_key(&answer.id()))? {
                 let Some(Pending { index, slot, attempt }) = pending.remove(&answer.id()) else { continue };
                 slots.push(slot);
-                match self.arrived(&answer, slot) {
+                match self.arrived(&answer, slot, &names[index]) {
                     Ok(Some(page)) => each(index, page),
                     Ok(None) => {}
                     Err(Error::Nixl(error))
@@ -235,27 +272,22 @@ impl PageClient {
     }
 
     /// Verifies a page that has arrived. Returns `None` if the page does not exist.
-    fn arrived(&self, answer: &Message, slot: u64) -> Result<Option<FetchedPage>> {
-        let peer = || self.server.name().to_owned();
-        let (version, lsn, len, crc) = match answer {
-            Message::Page { version, lsn, len, crc, .. } if *len <= self.page_len_max => {
-                (*version, *lsn, *len, *crc)
-            }
+    fn arrived(&self, answer: &Message, slot: u64, name: &PageName) -> Result<Option<FetchedPage>> {
+        let (info, crc) = match answer {
+            Message::Page { info, crc, .. } => (decode_page(info)?, *crc),
             Message::Refused { refusal: Refusal::Unknown, .. } => return Ok(None),
-            Message::Refused { refusal: Refusal::TooLong(len), .. } => {
-                let reason = format!(
-                    "it is {len} bytes long, but the client accepts at most {} bytes",
-                    self.page_len_max
-                );
-                return Err(NixlError::Refused { peer: peer(), reason }.into());
-            }
-            Message::Refused { refusal: Refusal::Failed(reason), .. } => {
-                return Err(NixlError::Refused { peer: peer(), reason: reason.clone() }.into());
-            }
+            Message::Refused { refusal, .. } => return Err(self.refused(refusal)),
             other => return Err(self.unexpected(other)),
         };
+        let is_requested = match name {
+            PageName::Id(page) => info.page == *page,
+            PageName::Key(key) => info.key.as_ref().is_some_and(|found| found.as_bytes() == key),
+        };
+        if !is_requested || info.len > self.page_len_max {
+            return Err(self.unexpected(answer));
+        }
         // Each piece is copied before it is verified, so that a later write of the peer cannot change it.
-        let (len, mut bytes, mut computed) = (len as usize, Vec::new(), crc32fast::Hasher::new());
+        let (len, mut bytes, mut computed) = (info.len as usize, Vec::new(), crc32fast::Hasher::new());
         make_room(&mut bytes, len)?;
         while bytes.len() < len {
             let start = bytes.len();
@@ -263,11 +295,25 @@ impl PageClient {
             self.buffer.append(slot * self.page_len_max + start as u64, piece, &mut bytes)?;
             computed.update(&bytes[start..]);
         }
-        let PageVersion { page, epoch } = version;
         if computed.finalize() != crc {
-            return Err(NixlError::Corrupted { peer: peer(), page, attempts: ATTEMPTS }.into());
+            let peer = self.server.name().to_owned();
+            return Err(NixlError::Corrupted { peer, page: info.page, attempts: ATTEMPTS }.into());
         }
-        Ok(Some(FetchedPage { page, epoch, lsn, bytes }))
+        let (page, epoch, lsn) = (info.page, info.epoch, info.lsn);
+        Ok(Some(FetchedPage { page, epoch, lsn, key: info.key, metadata: info.metadata, bytes }))
+    }
+
+    /// Returns the error for a refused request.
+    fn refused(&self, refusal: &Refusal) -> Error {
+        let reason = match refusal {
+            Refusal::Unknown => "it does not exist".to_owned(),
+            Refusal::TooLong(len) => {
+                let limit = self.page_len_max;
+                format!("it is {len} bytes long, but the client accepts at most {limit} bytes")
+            }
+            Refusal::Failed(reason) => reason.clone(),
+        };
+        NixlError::Refused { peer: self.server.name().to_owned(), reason }.into()
     }
 
     /// Returns a number for a new request.
@@ -327,7 +373,7 @@ impl PageClient {
 
     fn unexpected(&self, answer: &Message) -> Error {
         tracing::debug!(?answer, server = self.server.name(), "received an unexpected answer");
-        NixlError::InvalidMetadata { reason: "the answer belongs to another request" }.into()
+        NixlError::UnexpectedAnswer { peer: self.server.name().to_owned() }.into()
     }
 }
 

@@ -17,13 +17,6 @@ pub(super) enum PageName {
     Key(Vec<u8>),
 }
 
-/// A version of a page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct PageVersion {
-    pub page: PageId,
-    pub epoch: Epoch,
-}
-
 /// The reason why a server sends no page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
@@ -44,8 +37,8 @@ pub(super) enum Message {
     Welcome { id: u64 },
     /// A client requests a page of up to `len` bytes, to be written at `offset` of its region.
     Fetch { id: u64, name: PageName, offset: u64, len: u64 },
-    /// The server has written a page. The message arrives after the bytes.
-    Page { id: u64, version: PageVersion, lsn: Lsn, len: u64, crc: u32 },
+    /// The server has written a page with this encoded description. The message arrives after the bytes.
+    Page { id: u64, info: Vec<u8>, crc: u32 },
     /// The server does not send the requested page.
     Refused { id: u64, refusal: Refusal },
     /// A client requests the newest versions of pages.
@@ -54,6 +47,10 @@ pub(super) enum Message {
     Versions { id: u64, lsn: Lsn, epochs: Vec<Epoch> },
     /// A client disconnects.
     Goodbye { id: u64 },
+    /// A client requests a part of the encoded newest state from `offset` on. Offset 0 requests a new state.
+    State { id: u64, offset: u64 },
+    /// A part of an encoded state of `len` bytes.
+    StatePart { id: u64, len: u64, part: Vec<u8> },
 }
 
 impl Message {
@@ -67,13 +64,15 @@ impl Message {
             | Message::Refused { id, .. }
             | Message::Ask { id, .. }
             | Message::Versions { id, .. }
-            | Message::Goodbye { id } => *id,
+            | Message::Goodbye { id }
+            | Message::State { id, .. }
+            | Message::StatePart { id, .. } => *id,
         }
     }
 
     /// Returns true if `bytes` are a message from a client to a server. Does not check the contents.
     pub fn is_request(bytes: &[u8]) -> bool {
-        bytes.starts_with(&MAGIC) && matches!(bytes.get(5), Some(0 | 2 | 5 | 7))
+        bytes.starts_with(&MAGIC) && matches!(bytes.get(5), Some(0 | 2 | 5 | 7 | 8))
     }
 
     pub fn to_bytes(&self) -> Vec<u8> {
@@ -88,10 +87,7 @@ impl Message {
                     PageName::Key(key) => writer.u8(1).bytes(key),
                 }
             }
-            Message::Page { id, version, lsn, len, crc } => {
-                let PageVersion { page, epoch } = version;
-                kind(3, id).u64(page.0).u64(epoch.0).u64(lsn.0).u64(*len).u64((*crc).into())
-            }
+            Message::Page { id, info, crc } => kind(3, id).bytes(info).u64((*crc).into()),
             Message::Refused { id, refusal } => match refusal {
                 Refusal::Unknown => kind(4, id).u8(0),
                 Refusal::TooLong(len) => kind(4, id).u8(1).u64(*len),
@@ -105,6 +101,8 @@ impl Message {
                 epochs.iter().fold(writer, |writer, epoch| writer.u64(epoch.0))
             }
             Message::Goodbye { id } => kind(7, id),
+            Message::State { id, offset } => kind(8, id).u64(*offset),
+            Message::StatePart { id, len, part } => kind(9, id).u64(*len).bytes(part),
         };
         writer.finish()
     }
@@ -133,10 +131,9 @@ impl Message {
                 Message::Fetch { id, name, offset, len }
             }
             3 => {
-                let version = PageVersion { page: PageId(reader.u64()?), epoch: Epoch(reader.u64()?) };
-                let (lsn, len) = (Lsn(reader.u64()?), reader.u64()?);
+                let info = reader.bytes()?.to_vec();
                 let crc = u32::try_from(reader.u64()?).map_err(|_| unknown())?;
-                Message::Page { id, version, lsn, len, crc }
+                Message::Page { id, info, crc }
             }
             4 => {
                 let refusal = match reader.u8()? {
@@ -153,6 +150,8 @@ impl Message {
                 Message::Versions { id, lsn, epochs: reader.u64s()?.into_iter().map(Epoch).collect() }
             }
             7 => Message::Goodbye { id },
+            8 => Message::State { id, offset: reader.u64()? },
+            9 => Message::StatePart { id, len: reader.u64()?, part: reader.bytes()?.to_vec() },
             _ => return Err(unknown()),
         };
         reader.finish()?;
@@ -167,19 +166,20 @@ mod tests {
     #[test]
     fn every_message_round_trips() {
         let id = 7;
-        let version = PageVersion { page: PageId(3), epoch: Epoch(4) };
         let messages = [
             Message::Hello { id, metadata: vec![1, 2], target: vec![3] },
             Message::Welcome { id },
             Message::Fetch { id, name: PageName::Id(PageId(9)), offset: 4096, len: 2 },
             Message::Fetch { id, name: PageName::Key(b"key".to_vec()), offset: 0, len: u64::MAX },
-            Message::Page { id, version, lsn: Lsn(5), len: 6, crc: u32::MAX },
+            Message::Page { id, info: vec![4, 5], crc: u32::MAX },
             Message::Refused { id, refusal: Refusal::Unknown },
             Message::Refused { id, refusal: Refusal::TooLong(1 << 40) },
             Message::Refused { id, refusal: Refusal::Failed("damaged".to_owned()) },
             Message::Ask { id, pages: vec![PageId(1), PageId(2)] },
             Message::Versions { id, lsn: Lsn(8), epochs: vec![Epoch(0), Epoch(1)] },
             Message::Goodbye { id },
+            Message::State { id, offset: 1 << 20 },
+            Message::StatePart { id, len: 1 << 40, part: vec![6] },
         ];
         for message in messages {
             let bytes = message.to_bytes();
@@ -188,7 +188,7 @@ mod tests {
                 assert!(Message::from_bytes("a-1", &bytes[..len]).is_err(), "{message:?} of {len} bytes");
             }
         }
-        let unknown = Writer::new(MAGIC, VERSION).u8(8).u64(id).finish();
+        let unknown = Writer::new(MAGIC, VERSION).u8(10).u64(id).finish();
         assert!(Message::from_bytes("a-1", &unknown).is_err());
         let long = Writer::new(MAGIC, VERSION).u8(5).u64(id).u64(u64::MAX).finish();
         assert!(Message::from_bytes("a-1", &long).is_err());

@@ -21,7 +21,8 @@
 //! # Ok::<(), remanent::Error>(())
 //! ```
 //!
-//! A [`PageServer`] sends pages of its store to [`PageClient`]s, which verify each page on arrival.
+//! A [`PageServer`] sends pages of its store to [`PageClient`]s, which verify each page on arrival. A [`PeerReplica`] is a
+//! copy of such a store after one batch.
 //!
 //! **Trust.** A peer that has the metadata of an agent can access all memory that the agent has registered. Exchange
 //! metadata only with processes that you trust as much as your own.
@@ -38,7 +39,8 @@
 //!
 //! `search` lists the paths where the library may be installed, and `library` loads it. `endpoint`, `agent`, `region`
 //! and `transfer` provide the safe operations. `metadata` contains the metadata of an agent, and `wire` the encoding of
-//! everything that agents exchange. `server` and `client` exchange pages with the messages in `message`.
+//! everything that agents exchange. `server` and `client` exchange pages with the messages in `message`. `state` encodes
+//! the page table and the root, from which `replica` detects the pages that changed.
 
 mod agent;
 mod client;
@@ -47,8 +49,10 @@ mod library;
 mod message;
 mod metadata;
 mod region;
+mod replica;
 mod search;
 mod server;
+mod state;
 mod transfer;
 mod version;
 mod wire;
@@ -64,6 +68,7 @@ use self::library::Library;
 pub use self::region::{
     FileRange, HostBuffer, LocalRange, Memory, Region, RegionKind, RemoteRange, RemoteRegion,
 };
+pub use self::replica::PeerReplica;
 pub use self::server::PageServer;
 pub use self::transfer::Transfer;
 use self::version::Version;

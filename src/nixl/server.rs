@@ -4,12 +4,13 @@ use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use remanent_format::{Epoch, Lsn, PageId};
+use remanent_format::{Epoch, PageId, PageInfo};
 
 use super::agent::Agent;
 use super::endpoint::{Notification, Peer};
-use super::message::{Message, PageName, PageVersion, Refusal};
+use super::message::{Message, PageName, Refusal};
 use super::region::{HostBuffer, LocalRange, Region, RemoteRegion};
+use super::state::{State, encode_page};
 use super::transfer::{Transfer, pause};
 use crate::applier::lease::Lease;
 use crate::error::{Error, NixlError, Result};
@@ -17,6 +18,9 @@ use crate::store::Store;
 
 /// Maximum number of pages in flight while a server answers requests.
 const IN_FLIGHT_MAX: usize = 4;
+
+/// Maximum length of a part of an encoded state, in bytes.
+const PART_LEN_MAX: usize = 256 << 10;
 
 /// Maximum number of checksums that a server caches.
 const CHECKSUMS_MAX: usize = 1 << 16;
@@ -55,13 +59,15 @@ pub struct PageServer<'s> {
 struct Client {
     peer: Peer,
     target: RemoteRegion,
+    /// The encoded state of which the client has requested some parts, and not the last one.
+    state: Vec<u8>,
 }
 
 /// A page that is ready to be sent.
 struct Source<'s> {
     range: Option<LocalRange<'s>>,
-    version: PageVersion,
-    lsn: Lsn,
+    /// The encoded description of the page.
+    info: Vec<u8>,
     len: u64,
     crc: u32,
 }
@@ -115,6 +121,7 @@ impl<'s> PageServer<'s> {
                     })
                 }
                 Ok(Message::Ask { id, pages }) => self.versions(&name, id, &pages),
+                Ok(Message::State { id, offset }) => self.state(&name, id, offset),
                 Ok(Message::Goodbye { .. }) => {
                     self.forget(&name);
                     Ok(())
@@ -148,8 +155,7 @@ impl<'s> PageServer<'s> {
     }
 
     fn client(&self, name: &str) -> Result<&Client> {
-        let reason = "the client is not connected";
-        Ok(self.clients.get(name).ok_or(NixlError::InvalidMetadata { reason })?)
+        Ok(self.clients.get(name).ok_or_else(|| NixlError::NotConnected { peer: name.to_owned() })?)
     }
 
     fn reply(&self, name: &str, message: &Message) -> Result<()> {
@@ -165,7 +171,7 @@ impl<'s> PageServer<'s> {
                 NixlError::InvalidMetadata { reason: "they contain two different agent names" }.into()
             );
         }
-        self.clients.insert(name.to_owned(), Client { peer, target });
+        self.clients.insert(name.to_owned(), Client { peer, target, state: Vec::new() });
         self.reply(name, &Message::Welcome { id })
     }
 
@@ -175,6 +181,31 @@ impl<'s> PageServer<'s> {
         let epoch = |page: &PageId| view.page(*page).map_or(Epoch(0), |info| info.epoch);
         let epochs = pages.iter().map(epoch).collect();
         self.reply(name, &Message::Versions { id, lsn: view.lsn(), epochs })
+    }
+
+    /// Replies with a part of the state. All parts of a state are from the same batch.
+    fn state(&mut self, name: &str, id: u64, offset: u64) -> Result<()> {
+        let store = self.store;
+        let client = self.clients.get_mut(name);
+        let client = client.ok_or_else(|| NixlError::NotConnected { peer: name.to_owned() })?;
+        let encoded =
+            if offset == 0 { State::encode(store).map(|state| client.state = state) } else { Ok(()) };
+        let rest = usize::try_from(offset).ok().and_then(|offset| client.state.get(offset..));
+        let message = match (encoded, rest) {
+            (Err(refusal), _) => Message::Refused { id, refusal },
+            (Ok(()), None | Some([])) => {
+                let reason = "the state was not requested from its start".to_owned();
+                Message::Refused { id, refusal: Refusal::Failed(reason) }
+            }
+            (Ok(()), Some(rest)) => {
+                let (len, part) = (client.state.len() as u64, rest[..rest.len().min(PART_LEN_MAX)].to_vec());
+                if part.len() == rest.len() {
+                    client.state = Vec::new();
+                }
+                Message::StatePart { id, len, part }
+            }
+        };
+        self.reply(name, &message)
     }
 
     /// Starts sending a page, or replies with the reason why it is not sent.
@@ -191,10 +222,10 @@ impl<'s> PageServer<'s> {
             Ok(source) => source,
             Err(refusal) => return self.reply(name, &Message::Refused { id, refusal }).map(|()| None),
         };
-        let Source { range, version, lsn, len, crc } = source;
-        let message = Message::Page { id, version, lsn, len, crc };
+        let Source { range, info, len, crc } = source;
+        let message = Message::Page { id, info, crc };
         let Some(range) = range else { return self.reply(name, &message).map(|()| None) };
-        let Client { peer, target } = self.client(name)?;
+        let Client { peer, target, .. } = self.client(name)?;
         let ranges = [(range, target.range(offset, len)?)];
         self.agent.write(peer, &ranges, Some(&message.to_bytes())).map(Some)
     }
@@ -217,21 +248,20 @@ impl<'s> PageServer<'s> {
 
     /// Returns a leased page, or `None` if its bytes are not in host memory or cannot be registered.
     fn leased(&mut self, lease: Lease<'s>) -> Option<Source<'s>> {
-        let version = PageVersion { page: lease.info().page, epoch: lease.epoch() };
-        let (lsn, len) = (lease.info().lsn, lease.byte_len());
+        let (info, len) = (encode_page(lease.info()).ok()?, lease.byte_len());
         let bytes = lease.bytes().ok()?;
-        let crc = self.checksum(version, bytes);
+        let crc = self.checksum(lease.info(), bytes);
         if len == 0 {
-            return Some(Source { range: None, version, lsn, len, crc });
+            return Some(Source { range: None, info, len, crc });
         }
         let range =
             self.agent.register(lease).and_then(|region: Region<Lease<'s>>| region.range(0, len)).ok()?;
-        Some(Source { range: Some(range), version, lsn, len, crc })
+        Some(Source { range: Some(range), info, len, crc })
     }
 
     /// Returns the checksum of `bytes`, the contents of this version of a page. Uses the cached checksum if there is
     /// one.
-    fn checksum(&mut self, PageVersion { page, epoch }: PageVersion, bytes: &[u8]) -> u32 {
+    fn checksum(&mut self, &PageInfo { page, epoch, .. }: &PageInfo, bytes: &[u8]) -> u32 {
         if let Some((_, crc)) = self.checksums.get(&page).filter(|(known, _)| *known == epoch) {
             return *crc;
         }
@@ -250,9 +280,12 @@ impl<'s> PageServer<'s> {
         if info.len > room {
             return Ok(Err(Refusal::TooLong(info.len)));
         }
-        let version = PageVersion { page, epoch: info.epoch };
         let (len, crc) = (info.len, crc32fast::hash(&bytes));
-        let mut source = Source { range: None, version, lsn: info.lsn, len, crc };
+        let info = match encode_page(&info) {
+            Ok(info) => info,
+            Err(refusal) => return Ok(Err(refusal)),
+        };
+        let mut source = Source { range: None, info, len, crc };
         if len > 0 {
             let buffer = HostBuffer::new(bytes.len())?;
             buffer.write(0, &bytes)?;

@@ -1,7 +1,11 @@
 //! The encoding of data that agents exchange: little-endian numbers, byte strings with their lengths, and a checksum at
 //! the end.
 
-use crate::error::NixlError;
+use crate::base::allocation::make_room;
+use crate::error::{NixlError, Result};
+
+/// The length of the checksum at the end of a message, in bytes.
+const CRC_LEN: usize = 4;
 
 /// Encodes a message.
 pub(super) struct Writer(Vec<u8>);
@@ -12,6 +16,11 @@ impl Writer {
         let mut bytes = magic.to_vec();
         bytes.push(version);
         Self(bytes)
+    }
+
+    /// Starts an encoding that becomes a byte string of a message.
+    pub fn part() -> Self {
+        Self(Vec::new())
     }
 
     pub fn u8(mut self, value: u8) -> Self {
@@ -36,6 +45,20 @@ impl Writer {
         self
     }
 
+    /// Appends a byte string with its length to a long message.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn try_bytes(mut self, bytes: &[u8]) -> Result<Self> {
+        make_room(&mut self.0, 8 + bytes.len() + CRC_LEN)?;
+        Ok(self.bytes(bytes))
+    }
+
+    /// Returns the encoding without a checksum.
+    pub fn into_bytes(self) -> Vec<u8> {
+        self.0
+    }
+
     /// Appends the checksum and returns the message.
     pub fn finish(mut self) -> Vec<u8> {
         self.0.extend(crc32fast::hash(&self.0).to_le_bytes());
@@ -55,7 +78,7 @@ impl<'b> Reader<'b> {
     /// # Errors
     /// `InvalidMetadata`.
     pub fn open(bytes: &'b [u8], magic: [u8; 4]) -> Result<(u8, Self), NixlError> {
-        let (body, crc) = bytes.split_last_chunk::<4>().ok_or(SHORT)?;
+        let (body, crc) = bytes.split_last_chunk::<CRC_LEN>().ok_or(SHORT)?;
         let contents = body.strip_prefix(&magic);
         let contents =
             contents.ok_or(NixlError::InvalidMetadata { reason: "their magic number does not match" })?;
@@ -64,6 +87,11 @@ impl<'b> Reader<'b> {
         }
         let (version, contents) = contents.split_first().ok_or(SHORT)?;
         Ok((*version, Self(contents)))
+    }
+
+    /// Returns a reader of a byte string of a message.
+    pub fn part(bytes: &'b [u8]) -> Self {
+        Self(bytes)
     }
 
     fn take(&mut self, len: usize) -> Result<&'b [u8], NixlError> {
@@ -88,6 +116,14 @@ impl<'b> Reader<'b> {
 
     pub fn u64(&mut self) -> Result<u64, NixlError> {
         self.array().map(u64::from_le_bytes)
+    }
+
+    pub fn numbers<const N: usize>(&mut self) -> Result<[u64; N], NixlError> {
+        let mut numbers = [0; N];
+        for number in &mut numbers {
+            *number = self.u64()?;
+        }
+        Ok(numbers)
     }
 
     pub fn bytes(&mut self) -> Result<&'b [u8], NixlError> {

@@ -1,10 +1,12 @@
 //! Page servers and page clients, on the simulated library.
 
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use remanent::nixl::{Agent, AgentOptions, NixlError, PageClient, PageServer};
-use remanent::{DeviceChoice, Epoch, Error, Key, PageId, Place, Store};
+use remanent::nixl::{Agent, AgentOptions, NixlError, PageClient, PageServer, PeerReplica};
+use remanent::options::SnapshotSchedule;
+use remanent::{DeviceChoice, Epoch, Error, Key, Options, PageId, PageInfo, Place, Store};
 
 use crate::ground::{Ground, failure, page, pattern, settings, store};
 
@@ -92,6 +94,7 @@ fn fetched_pages_have_the_bytes_and_epoch_of_the_store() {
                     }
                     let by_key = client.fetch_key("named").unwrap().unwrap();
                     assert_eq!((by_key.page, &*by_key.bytes), (named, &b"second"[..]));
+                    assert_eq!(by_key.key.as_ref(), Some(&key));
                     assert_eq!(by_key.epoch, store.page(named).unwrap().epoch);
                     assert_eq!(client.fetch_key("nameless").unwrap(), None);
                     let missing = client.fetch(PageId(999));
@@ -254,4 +257,185 @@ fn client_with_failed_transfer_can_reconnect() {
         assert!(ground.disarm() && matches!(error, NixlError::TimedOut { .. }), "{error}");
         assert_eq!(again.unwrap(), b"page");
     });
+}
+
+/// Asserts that a replica has the newest state of a store.
+fn assert_equal(replica: &PeerReplica, store: &Store) {
+    let pages: Vec<PageInfo> = store.pages().unwrap().collect();
+    assert_eq!(replica.pages().collect::<Vec<_>>(), pages);
+    for info in &pages {
+        let bytes = store.read_to_vec(info.page).unwrap();
+        assert_eq!(replica.bytes(info.page), Some(&*bytes), "{info:?}");
+        assert_eq!(replica.page(info.page).as_ref(), Some(info));
+        if let Some(key) = &info.key {
+            assert_eq!(replica.page_by_key(key.as_bytes()).as_ref(), Some(info));
+        }
+    }
+    let view = store.view().unwrap();
+    assert_eq!((replica.lsn(), replica.root()), (view.lsn(), &view.root()));
+    assert_eq!((replica.store(), replica.position().lsn), (store.id(), view.lsn()));
+}
+
+#[test]
+fn replica_fetches_state_and_then_changed_pages() {
+    let (ground, _turn) = Ground::get();
+    let store = store(DeviceChoice::Host);
+    let mut batch = store.batch();
+    for seed in 0..20 {
+        let page = match seed % 3 {
+            0 => batch.create_from(pattern(100 * seed, seed as u64), Place::Host).page(),
+            1 => batch.create_from(pattern(100 * seed, seed as u64), Place::Disk).page(),
+            _ => batch.create(64, Place::Host).key(format!("page {seed}")).page(),
+        };
+        batch.set_metadata(page, "seed", seed as u64);
+    }
+    batch.set_root("step", 1u64).set_root("note", "n".repeat(600 << 10));
+    let pages = store.commit(batch).unwrap().pages;
+    let work = |client: &mut PageClient| {
+        let mut replica = client.replica().unwrap();
+        assert_equal(&replica, &store);
+        assert_eq!(replica.refresh(client).unwrap(), 0, "nothing has changed");
+
+        let mut batch = store.batch();
+        batch.write(pages[3], 0, b"changed").write(pages[4], 0, b"changed").delete(pages[5]);
+        batch.create_from(b"new".to_vec(), Place::Host);
+        batch.move_to(pages[6], Place::Disk);
+        batch.resize(pages[7], 5).set_root("step", 2u64);
+        store.commit(batch).unwrap();
+        let fetched = replica.refresh(client).unwrap();
+        assert_equal(&replica, &store);
+        assert_eq!((replica.page(pages[5]), replica.bytes(pages[5])), (None, None));
+        fetched
+    };
+    let fetched = with_server(ground, &store, |_| {}, work);
+    assert_eq!(fetched, 4, "two writes, a resize and a new page");
+}
+
+#[test]
+fn replica_is_state_after_one_batch() {
+    let (ground, _turn) = Ground::get();
+    let store = store(DeviceChoice::Host);
+    let pages: [PageId; 6] = std::array::from_fn(|_| page(&store, &[0; 4], Place::Host));
+    let change = |number: u32| {
+        let mut batch = store.batch();
+        for page in pages {
+            batch.write(page, 0, &number.to_le_bytes());
+        }
+        batch.set_root("number", number);
+        store.commit(batch).unwrap();
+    };
+    change(0);
+    let mut number = 0;
+    let between = |sent| {
+        // Between two calls of the server, each of which sends some of the pages.
+        if sent > 0 && number < 5 {
+            number += 1;
+            change(number);
+        }
+    };
+    let work = |client: &mut PageClient| {
+        let replica = client.replica().unwrap();
+        let number = replica.root()["number"].as_u64().unwrap() as u32;
+        assert_eq!(number, 5, "the pages changed while they were fetched");
+        for page in pages {
+            assert_eq!(replica.bytes(page), Some(&number.to_le_bytes()[..]));
+        }
+        assert_equal(&replica, &store);
+    };
+    with_server(ground, &store, between, work);
+}
+
+#[test]
+fn failed_refresh_leaves_replica_unchanged() {
+    let (ground, _turn) = Ground::get();
+    let store = store(DeviceChoice::Host);
+    // More pages than a client requests at a time.
+    let pages: [PageId; 6] = std::array::from_fn(|_| page(&store, b"old!", Place::Host));
+    let set = |bytes: &[u8]| {
+        let mut batch = store.batch();
+        for page in pages {
+            batch.write(page, 0, bytes);
+        }
+        store.commit(batch).unwrap();
+    };
+    let is_changing = AtomicBool::new(false);
+    let change = |sent| {
+        if sent > 0 && is_changing.load(Ordering::SeqCst) {
+            set(b"new!");
+        }
+    };
+    let work = |client: &mut PageClient| {
+        let mut replica = client.replica().unwrap();
+        let before: Vec<PageInfo> = replica.pages().collect();
+        let assert_unchanged = |replica: &PeerReplica| {
+            assert_eq!(replica.pages().collect::<Vec<_>>(), before);
+            assert!(pages.iter().all(|page| replica.bytes(*page) == Some(b"old!")));
+        };
+        set(b"new!");
+        is_changing.store(true, Ordering::SeqCst);
+        let error = failure(replica.refresh(client));
+        assert!(matches!(error, NixlError::Unsettled { rounds: 16, .. }), "{error}");
+        assert_unchanged(&replica);
+
+        is_changing.store(false, Ordering::SeqCst);
+        let long = page(&store, &pattern(ROOM as usize + 1, 1), Place::Host);
+        let error = failure(replica.refresh(client));
+        assert!(error.to_string().contains("accepts at most 8192 bytes"), "{error}");
+        assert_unchanged(&replica);
+
+        let mut batch = store.batch();
+        batch.delete(long);
+        store.commit(batch).unwrap();
+        assert_eq!(replica.refresh(client).unwrap(), 6);
+        assert_equal(&replica, &store);
+    };
+    with_server(ground, &store, change, work);
+}
+
+/// Copies the files of a store.
+fn copy_store(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy_store(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+#[test]
+fn replica_does_not_mix_histories_of_store() {
+    let (ground, _turn) = Ground::get();
+    let folder = tempfile::tempdir().unwrap();
+    let [path, copy] = ["store", "copy"].map(|name| folder.path().join(name));
+    let open = |path: &Path| {
+        let schedule = SnapshotSchedule::new().log_bytes(None).interval(None);
+        Options::new().snapshots(schedule).device(DeviceChoice::Host).open(path).unwrap()
+    };
+    let original = open(&path);
+    let pages = [page(&original, b"old!", Place::Host), page(&original, b"old!", Place::Host)];
+    drop(original);
+    copy_store(&path, &copy);
+    let original = open(&path);
+    set(&original, pages, b"lost");
+    let mut replica = with_server(ground, &original, |_| {}, |client| client.replica().unwrap());
+    assert_equal(&replica, &original);
+    drop(original);
+
+    // As after a crash that lost the last batch: the versions of the pages are equal, but not their bytes.
+    let recovered = open(&copy);
+    set(&recovered, pages, b"new!");
+    assert_eq!(replica.page(pages[0]).unwrap().epoch, recovered.page(pages[0]).unwrap().epoch);
+    assert_eq!(replica.lsn(), recovered.lsn());
+    let fetched = with_server(ground, &recovered, |_| {}, |client| replica.refresh(client).unwrap());
+    assert_eq!(fetched, 2);
+    assert_equal(&replica, &recovered);
+
+    let other = store(DeviceChoice::Host);
+    page(&other, b"else", Place::Host);
+    with_server(ground, &other, |_| {}, |client| replica.refresh(client).unwrap());
+    assert_equal(&replica, &other);
 }
