@@ -35,6 +35,7 @@
 //! | `UCX_DEBUG_SIGNO=0` | UCX does not install a handler for SIGHUP |
 //! | `UCX_MEM_EVENTS=n` | UCX does not replace `mmap` and related functions of the C library |
 //! | `NIXL_LOG_LEVEL=FATAL`, `UCX_LOG_LEVEL=fatal` | NIXL and UCX print only fatal errors |
+//! | `UCX_MODULES=^ib` | UCX does not load its InfiniBand modules, with which a process can crash at its end |
 //! | `UCX_TLS=shm,tcp,self,cuda` | on a single host: shared memory, TCP for notifications, and GPU memory |
 //!
 //! `search` lists the paths where the library may be installed, and `library` loads it. `endpoint`, `agent`, `region`
