@@ -43,7 +43,8 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 from remanent._kv.block_index import Block, BlockIndex
-from remanent._kv.block_store import Space, open_store, snapshot_interval
+from remanent._kv.block_store import Space, identity_of, open_store, snapshot_interval
+from remanent._kv.peers import Peers
 from remanent._store._native import PageInfo
 from remanent._store.errors import (
     ClosedError,
@@ -149,6 +150,7 @@ class BlockCache:
         self._opener = os.getpid()
         self._ack: Literal["logged", "durable"] = ack
         self._space = Space(self._store, interval)
+        self._peers = Peers(self._store, identity_of(self._store))
         # Protects the following fields. It is never held while waiting for the store.
         self._lock = threading.Lock()
         self._index = BlockIndex(capacity)
@@ -249,11 +251,46 @@ class BlockCache:
         :param outs: writable buffers with the lengths of the blocks, one per key. The cache keeps references to the
             buffers until the future is done. See `store` for buffers that do not own their memory.
 
-        The contents of a filled buffer are verified by the block's checksum. A result of False means that the block is
-        missing, has another length or kind than the buffer, could not be read, or was damaged and therefore deleted.
+        A block that the cache lacks is fetched from the peers that were added by `add_peer`, and stored. The contents
+        of a filled buffer are verified by the block's checksum. A result of False means that the block is missing, has
+        another length or kind than the buffer, could not be read, or was damaged and therefore deleted.
         The buffer's contents are then undefined. A block that could not be read counts as missing for ten seconds.
         """
         return self._submit(self._readers, self._load_all, _tasks(keys, outs, kinds))
+
+    def serve(self) -> bytes:
+        """Starts to send blocks to other caches over NIXL, until the cache is closed. Returns the address that another
+        cache passes to `add_peer`.
+
+        Requires NIXL (`pip install --no-deps nixl-cu12`). Whoever has the address can read all blocks of the cache.
+
+        :raises Error: NIXL is missing or cannot be used. The message lists the paths that were searched.
+        """
+        self._check_process()
+        return self._peers.serve()
+
+    def add_peer(self, address: bytes, *, length_max: int = 16 << 20, timeout: float = 5.0) -> None:
+        """Adds a cache in another process or on another host. `load` and `fetch` request blocks from it that this cache
+        lacks.
+
+        The connection is made when the first block is requested. A peer that is away, or does not answer within
+        `timeout` seconds, counts as a cache without blocks for a minute, and is reported by one warning.
+
+        :param address: the result of `serve` in the other process.
+        :param length_max: the length of the longest block in bytes. Four times as much memory is allocated.
+        :raises MismatchError: the other cache has another identity. The message states the values that differ.
+        """
+        self._check_process()
+        if not isinstance(length_max, int) or length_max <= 0:
+            raise InvalidError(f"length_max must be an int above 0, not {length_max!r}")
+        if not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise InvalidError(f"timeout must be a number of seconds above 0, not {timeout!r}")
+        self._peers.add(address, length_max, timeout)
+
+    def fetch(self, keys: Iterable[bytes]) -> Future[list[bool]]:
+        """Fetches blocks that the cache lacks from peers and stores them, without waiting. Returns a future of a list
+        that states whether each block is in the cache."""
+        return self._submit(self._readers, self._fetch_all, list(keys))
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Marks blocks as used, in the order in which a request uses them. `load` also marks its blocks."""
@@ -297,6 +334,7 @@ class BlockCache:
         if self._store.closed:
             return
         self._readers.shutdown()
+        self._peers.close()
         with contextlib.suppress(ClosedError, RuntimeError):
             self._submit(self._writer, self._write_quietly)
         self._writer.shutdown()
@@ -567,7 +605,7 @@ class BlockCache:
             for block in held:
                 self._index.hold(block, 1)
         try:
-            found = [block is not None and self._load_one(task, block)
+            found = [(block is not None and self._load_one(task, block)) or self._load_from_peers(task)
                      for task, block in zip(work, blocks, strict=True)]
         finally:
             with self._lock:
@@ -594,6 +632,34 @@ class BlockCache:
                 _logger.warning("%s: a damaged block is removed from the cache: %s", self._store.path, error)
                 self._give_up(task.key, block)
         return False
+
+    def _load_from_peers(self, task: _Task) -> bool:
+        """Fills a buffer with a block of a peer, and stores the block."""
+        found = self._block_of_peers(task.key)
+        if found is None or (len(found[0]), found[1]) != (task.data.nbytes, task.kind):
+            return False
+        task.data[:] = found[0]
+        with contextlib.suppress(ClosedError, RuntimeError):  # the cache was closed
+            self.store([task.key], [found[0]], None if found[1] is None else [found[1]])
+        return True
+
+    def _block_of_peers(self, key: bytes) -> tuple[bytes, str | None] | None:
+        """Returns the bytes and the kind of a block of a peer."""
+        page = _page(key)
+        found = self._peers.fetch(page)
+        if found is None or found[1].get(_KEY, page) != key:
+            return None
+        return found[0], found[1].get(_KIND)
+
+    def _fetch_all(self, keys: list[bytes]) -> list[bool]:
+        stored: dict[bytes, Future[int]] = {}
+        for key in dict.fromkeys(keys):
+            if key not in self and (found := self._block_of_peers(key)) is not None:
+                stored[key] = self.store([key], [found[0]], None if found[1] is None else [found[1]])
+        for job in stored.values():
+            # A block that does not fit, or for which the disk is full, counts as missing.
+            job.exception()
+        return [key in self for key in keys]
 
     def _give_up(self, key: bytes, block: Block) -> None:
         with self._lock:

@@ -6,6 +6,7 @@
 //!
 //! | file | contents |
 //! |---|---|
+//! | `peers` | pages of other processes and hosts |
 //! | `store` | the handle of an open store |
 //! | `history` | snapshots and earlier states of a store |
 //! | `follower` | batches as they are logged, and replicas |
@@ -55,6 +56,7 @@
 //!    exist.
 //! 4. The store's memory cannot be written through an export.
 
+mod peers;
 mod store;
 mod history;
 mod follower;
@@ -143,6 +145,8 @@ mod _native {
     #[pymodule_export]
     use super::page_memory::PyPageMemory;
     #[pymodule_export]
+    use super::peers::{PyPageClient, PyPageServer};
+    #[pymodule_export]
     use super::pin::PyPin;
     #[pymodule_export]
     use super::read_many::{PyManyBytes, PyReadMany};
@@ -181,6 +185,7 @@ mod _native {
     /// Closes all open stores. The package registers this function with `atexit`.
     #[pyfunction]
     fn close_all(py: Python<'_>) {
+        peers::close_all(py);
         gate::close_all(py);
     }
 

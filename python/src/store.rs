@@ -92,6 +92,12 @@ pub struct PyStore {
     gate: Arc<Gate>,
 }
 
+impl PyStore {
+    pub fn gate(&self) -> &Arc<Gate> {
+        &self.gate
+    }
+}
+
 #[pymethods]
 impl PyStore {
     #[new]

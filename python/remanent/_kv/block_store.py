@@ -12,7 +12,7 @@ from typing import Any
 from remanent._store._native import Store, View
 from remanent._store.errors import Error, InvalidError, MismatchError
 
-__all__ = ["Space", "open_store", "snapshot_interval"]
+__all__ = ["Space", "difference", "identity_of", "open_store", "snapshot_interval"]
 
 _logger = logging.getLogger("remanent.kv")
 
@@ -44,7 +44,7 @@ def open_store(path: str | os.PathLike[str], identity: Mapping[str, Any], interv
             there = view.root.get(_IDENTITY)
         if not isinstance(there, str):
             raise
-        raise MismatchError(f"the cache contains blocks of another identity: {_difference(there, text)}",
+        raise MismatchError(f"the cache contains blocks of another identity: {difference(there, text, 'in the cache')}",
                             remedy="use another directory for these blocks", path=os.fspath(path)) from error
     if _IDENTITY not in store.root:
         with store.batch() as batch:
@@ -52,13 +52,18 @@ def open_store(path: str | os.PathLike[str], identity: Mapping[str, Any], interv
     return store
 
 
-def _difference(there: str, here: str) -> str:
+def identity_of(store: Store) -> str:
+    """Returns the identity of the blocks of a cache, as JSON."""
+    return str(store.root[_IDENTITY])
+
+
+def difference(there: str, here: str, where: str) -> str:
     """Returns the values that differ between two identities, as text for an error message."""
     old, new = json.loads(there), json.loads(here)
     # The values are compared as text, since 1 and 1.0 are equal but not the same.
     rows = [(name, *(json.dumps(each[name], sort_keys=True) if name in each else "nothing" for each in (old, new)))
             for name in {**old, **new}]
-    return ", ".join(f"{name} is {was} in the cache and {now} here" for name, was, now in rows if was != now)
+    return ", ".join(f"{name} is {was} {where} and {now} here" for name, was, now in rows if was != now)
 
 
 class Space:

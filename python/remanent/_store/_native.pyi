@@ -36,8 +36,10 @@ __all__ = [
     "LiveView",
     "ManyBytes",
     "NewPage",
+    "PageClient",
     "PageInfo",
     "PageMemory",
+    "PageServer",
     "Pin",
     "Prefetch",
     "Pruned",
@@ -2101,6 +2103,33 @@ class FollowedBatch:
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def image(self, page: int) -> bytes:
         """Returns the contents that an "image" operation gives a page, read from a file and verified."""
+
+@final
+class PageServer:
+    """Sends the pages of a store to other processes and hosts, on a thread of its own. Must be closed before
+    the store.
+    """
+
+    def __new__(cls, store: Store, name: str, timeout: float) -> Self: ...
+    @property
+    def metadata(self) -> bytes:
+        """The bytes with which a client connects to this server."""
+
+    def close(self) -> None:
+        """Stops the server after the pages that it is sending."""
+
+@final
+class PageClient:
+    """Fetches pages from a `PageServer`."""
+
+    def __new__(cls, metadata: bytes, name: str, length_max: int, timeout: float) -> Self: ...
+    def fetch(self, key: bytes) -> tuple[bytes, dict[str, Any]] | None:
+        """Fetches the newest version of the page with this key. Returns its bytes, which were verified by their
+        checksum, and its metadata. Returns None if the page does not exist, is too long, or cannot be sent.
+        """
+
+    def close(self) -> None:
+        """Disconnects from the server."""
 
 @final
 class EventFd:

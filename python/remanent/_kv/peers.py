@@ -1,0 +1,124 @@
+"""Blocks of other caches, fetched over NIXL."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import threading
+import time
+from typing import Any
+
+from remanent._kv.block_store import difference
+from remanent._store._native import PageClient, PageServer, Store
+from remanent._store.errors import Error, InvalidError, MismatchError
+
+__all__ = ["Peers"]
+
+_logger = logging.getLogger("remanent.kv")
+
+# The time in seconds after which a server gives a client up.
+_SERVER_TIMEOUT = 30.0
+# The time in seconds for which a peer is not asked after a failure.
+_AWAY_FOR = 60.0
+
+
+class _Peer:
+    """A cache that sends blocks."""
+
+    def __init__(self, metadata: bytes, length_max: int, timeout: float) -> None:
+        self._metadata, self._length_max, self._timeout = metadata, length_max, timeout
+        # Protects the following fields. Held while a block is fetched, because a client has one request at a time.
+        self._lock = threading.Lock()
+        self._client: PageClient | None = None
+        self._away_until = 0.0
+        self._is_warned = self._is_closed = False
+
+    def fetch(self, key: bytes, path: str) -> tuple[bytes, dict[str, Any]] | None:
+        """Returns a page and its metadata, or None if the peer does not have the page or cannot be reached."""
+        with self._lock:
+            if self._is_closed or time.monotonic() < self._away_until:
+                return None
+            try:
+                if self._client is None:
+                    self._client = PageClient(self._metadata, "remanent-kv", self._length_max, self._timeout)
+                found = self._client.fetch(key)
+            except Error as error:
+                client, self._client = self._client, None
+                if client is not None:
+                    client.close()
+                self._away_until = time.monotonic() + _AWAY_FOR
+                # A peer that is away for long is reported once.
+                _logger.log(logging.DEBUG if self._is_warned else logging.WARNING,
+                            "%s: a peer cannot be asked for blocks: %s", path, error)
+                self._is_warned = True
+                return None
+            self._is_warned = False
+            return found
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+class Peers:
+    """The caches from which a cache fetches blocks, and the server that sends its own."""
+
+    def __init__(self, store: Store, identity: str) -> None:
+        self._store, self._identity = store, identity
+        self._lock = threading.Lock()
+        self._peers: tuple[_Peer, ...] = ()
+        self._server: PageServer | None = None
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def serve(self) -> bytes:
+        """Starts the server unless it is running, and returns its address."""
+        with self._lock:
+            if self._server is None:
+                self._server = PageServer(self._store, "remanent-kv", _SERVER_TIMEOUT)
+            metadata = base64.b64encode(self._server.metadata).decode()
+        return json.dumps({"remanent.kv": 1, "identity": self._identity, "metadata": metadata}).encode()
+
+    def add(self, address: bytes, length_max: int, timeout: float) -> None:
+        """Adds a peer. Raises `InvalidError` if `address` is not an address, and `MismatchError` with the values that
+        differ if the peer's blocks have another identity."""
+        try:
+            parts = json.loads(address)
+            version, identity = parts["remanent.kv"], parts["identity"]
+            metadata = base64.b64decode(parts["metadata"], validate=True)
+            there = json.loads(identity)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise InvalidError(f"address is not the result of BlockCache.serve: {error!r}",
+                               "pass the bytes that BlockCache.serve returned on the peer") from None
+        if version != 1 or not isinstance(there, dict):
+            raise InvalidError(f"address has version {version!r}, expected 1",
+                               "use the same release of Remanent for both caches")
+        if identity != self._identity:
+            raise MismatchError(
+                f"the peer contains blocks of another identity: {difference(identity, self._identity, 'in the peer')}",
+                remedy="add only peers with the same identity", path=self._store.path)
+        with self._lock:
+            self._peers = (*self._peers, _Peer(metadata, length_max, timeout))
+
+    def fetch(self, key: bytes) -> tuple[bytes, dict[str, Any]] | None:
+        """Returns the page with this key, and its metadata, from the first peer that has the page."""
+        for peer in self._peers:
+            found = peer.fetch(key, self._store.path)
+            if found is not None:
+                return found
+        return None
+
+    def close(self) -> None:
+        """Ends the server and the clients. No call is waiting for a block anymore, except those that soon end."""
+        with self._lock:
+            peers, self._peers = self._peers, ()
+            server, self._server = self._server, None
+        for peer in peers:
+            peer.close()
+        if server is not None:
+            server.close()
