@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 def said_by(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", str(HERE / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, timeout=480)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
