@@ -29,10 +29,16 @@ def definitions(tree: ast.Module) -> list[tuple[str, Definition, Any]]:
             owner = getattr(_native, node.name)
             found.append((node.name, node, owner))
             if isinstance(node, ast.ClassDef):
-                found += [(f"{node.name}.{member.name}", member, inspect.getattr_static(owner, member.name))
+                found += [(f"{node.name}.{member.name}", member, native_of(owner, member.name))
                           for member in node.body if isinstance(member, ast.FunctionDef)
                           and (is_public(member.name) or member.name == "__new__")]
     return found
+
+
+def native_of(owner: Any, name: str) -> Any:
+    """Returns a method of a native class without calling it."""
+    native = inspect.getattr_static(owner, name)
+    return native.__func__ if isinstance(native, staticmethod) else native
 
 
 def is_public(name: str) -> bool:

@@ -102,7 +102,7 @@ def test_closed_view_error_names_view(tmp_path: Path) -> None:
         calls = READS | {"id": lambda each: each.id, "base": lambda each: each.base, "blame": lambda each: each.blame("k", 0),
                          "load": lambda each: each.load({"k": bytearray(4)}), "prove": lambda each: each.prove(["k"]),
                          "fork": lambda each: each.fork(tmp_path / "new")}
-        covers(remanent.View, calls, "close")
+        covers(remanent.View, calls, "close open_archive")
         refused(past, calls, "the view is closed", "remanent.View(path)")
         live.close(), past.close()
 
