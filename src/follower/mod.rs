@@ -147,9 +147,10 @@ impl Follower {
     /// states which batches are durable.
     ///
     /// # Errors
-    /// [`Error::Overtaken`] if batches were recycled before they were read, [`Error::Diverged`] if a crash lost the
-    /// batch at the follower's position. After either error the follower cannot continue. [`Error::Damaged`] if data
-    /// under a durable mark is damaged; [`Error::Forked`]; errors of the file system.
+    /// [`Overtaken`](crate::Error::Overtaken) if batches were recycled before they were read,
+    /// [`Diverged`](crate::Error::Diverged) if a crash lost the batch at the follower's position. After either error the
+    /// follower cannot continue. [`Damaged`](crate::Error::Damaged) if data under a durable mark is damaged;
+    /// [`Forked`](crate::Error::Forked); errors of the file system.
     pub fn next(&mut self, timeout: Duration) -> Result<Option<FollowedBatch>> {
         // A forked child would consume notifications meant for the parent.
         self.opener.check()?;

@@ -104,7 +104,7 @@ impl LineCursor {
     ///
     /// A call without an object takes one GET, and does not notice if a boundary has passed the position;
     /// [`check_kept`](LineCursor::check_kept) does. Each read of objects takes one more GET, which excludes objects that a
-    /// stalled writer created again at deleted positions (rule 22, [rcheck]).
+    /// stalled writer created again at deleted positions (rule 22).
     ///
     /// # Errors
     /// Returns [`Error::Overtaken`] if a boundary has passed the position, [`Error::Damaged`] if the object is invalid or
