@@ -457,10 +457,13 @@ def _locked(path: Path) -> Iterator[_Claim]:
         file = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
+            # Another restore may have ended and removed the file. `NoStoreError` is a `FileNotFoundError`, so errors of
+            # the caller must not be suppressed here.
+            is_current = False
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file), os.stat(path)):
-                    yield _Claim(path, file)
-                    return
-            # Another restore has ended and removed the file.
+                is_current = os.path.samestat(os.fstat(file), os.stat(path))
+            if is_current:
+                yield _Claim(path, file)
+                return
         finally:
             os.close(file)
