@@ -262,7 +262,7 @@ class BlockCache:
         """Starts to send blocks to other caches over NIXL, until the cache is closed. Returns the address that another
         cache passes to `add_peer`.
 
-        Requires NIXL (`pip install --no-deps nixl-cu12`). Whoever has the address can read all blocks of the cache.
+        Requires NIXL (`pip install --no-deps nixl-cu12`). A process with the address can read all blocks of the cache.
 
         :raises Error: NIXL is missing or cannot be used. The message lists the paths that were searched.
         """
@@ -273,7 +273,7 @@ class BlockCache:
         """Adds a cache in another process or on another host. `load` and `fetch` request blocks from it that this cache
         lacks.
 
-        The connection is made when the first block is requested. A peer that is away, or does not answer within
+        The connection is made when the first block is requested. A peer that is unreachable, or does not answer within
         `timeout` seconds, counts as a cache without blocks for a minute, and is reported by one warning.
 
         :param address: the result of `serve` in the other process.

@@ -53,7 +53,7 @@ _RANKS = "ranks"
 # Entries in the metadata of a listing's page: the name of the checkpoint, the first line of its file, the number of the
 # listing, the token of the save that created it, and the time of its creation in milliseconds since 1970.
 _NAME, _SUM, _NUMBER, _TOKEN, _CREATED = "checkpoint", "sum", "number", "save", "created"
-# The seconds between two looks at the state of an archive.
+# The seconds between two checks of the state of an archive.
 _LOOK = 0.5
 # The number of archives that are opened at once.
 _OPENED_AT_ONCE = 8

@@ -17,9 +17,9 @@ __all__ = ["Peers"]
 
 _logger = logging.getLogger("remanent.kv")
 
-# The time in seconds after which a server gives a client up.
+# The time in seconds after which a server disconnects a client that does not respond.
 _SERVER_TIMEOUT = 30.0
-# The time in seconds for which a peer is not asked after a failure.
+# The time in seconds after a failure during which no request is sent to a peer.
 _AWAY_FOR = 60.0
 
 
@@ -48,9 +48,9 @@ class _Peer:
                 if client is not None:
                     client.close()
                 self._away_until = time.monotonic() + _AWAY_FOR
-                # A peer that is away for long is reported once.
+                # A peer that stays unreachable is reported once.
                 _logger.log(logging.DEBUG if self._is_warned else logging.WARNING,
-                            "%s: a peer cannot be asked for blocks: %s", path, error)
+                            "%s: blocks cannot be requested from a peer: %s", path, error)
                 self._is_warned = True
                 return None
             self._is_warned = False
