@@ -78,6 +78,8 @@ _BATCH_BLOCKS = 4096
 _USES_WAITING_MAX = 4096
 # The time in seconds for which a block counts as missing after the system failed to read it.
 _UNREADABLE_FOR = 10.0
+# The maximum number of bytes of fetched blocks that wait to be stored.
+_FETCHED_BYTES = 64 << 20
 
 
 def __dir__() -> list[str]:
@@ -652,12 +654,21 @@ class BlockCache:
         return found[0], found[1].get(_KIND)
 
     def _fetch_all(self, keys: list[bytes]) -> list[bool]:
-        stored: dict[bytes, Future[int]] = {}
+        # The jobs that store fetched blocks, with the lengths of the blocks. A block that does not fit, or for which the
+        # disk is full, counts as missing.
+        storing: deque[tuple[Future[int], int]] = deque()
+        waiting = 0
         for key in dict.fromkeys(keys):
-            if key not in self and (found := self._block_of_peers(key)) is not None:
-                stored[key] = self.store([key], [found[0]], None if found[1] is None else [found[1]])
-        for job in stored.values():
-            # A block that does not fit, or for which the disk is full, counts as missing.
+            if key in self or (found := self._block_of_peers(key)) is None:
+                continue
+            data, kind = found
+            storing.append((self.store([key], [data], None if kind is None else [kind]), len(data)))
+            waiting += len(data)
+            while waiting > _FETCHED_BYTES:
+                job, length = storing.popleft()
+                job.exception()
+                waiting -= length
+        for job, _ in storing:
             job.exception()
         return [key in self for key in keys]
 

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 import remanent.dcp  # noqa: E402
+from remanent._dcp import archives  # noqa: E402
 from remanent._dcp.archives import RootArchive  # noqa: E402
 from remanent.dcp import (  # noqa: E402
     Stager,
@@ -520,3 +521,33 @@ def test_ranks_keep_a_common_checkpoint_in_all_archives(root: Root, tmp_path: Pa
     root.lose()
     assert restore_from_archive(root.path, root.archive) == [root.path / "last"]
     assert_loads(root, "last", 2)
+
+
+class _FailingStore:
+    """A store whose archive reports these counters one after another."""
+
+    def __init__(self, *reported: tuple[str | None, int]) -> None:
+        self._reported = iter(reported)
+
+    def stats(self) -> dict[str, Any]:
+        failure, count = next(self._reported)
+        return {"archive": {"last_failure": failure, "failures": count}}
+
+
+def test_save_fails_only_after_repeated_failures() -> None:
+    once: Any = _FailingStore(("lost", 1), ("lost", 1), ("lost", 1))
+    check = archives._Failing(once, "url", 0.0)
+    for _ in range(3):
+        check()  # A long upload may follow the failure.
+    healed: Any = _FailingStore(("lost", 1), (None, 1), ("lost", 2), ("lost", 3))
+    check = archives._Failing(healed, "url", 0.0)
+    for _ in range(3):
+        check()
+    with pytest.raises(remanent.ArchiveError, match="lost"):
+        check()
+
+
+def test_error_of_a_restore_passes_its_lock(tmp_path: Path) -> None:
+    # This error is also a `FileNotFoundError`, which the lock handles for its own file.
+    with pytest.raises(remanent.NoStoreError, match="not here"), archives._locked(tmp_path / "restoring"):
+        raise remanent.NoStoreError("not here")

@@ -135,7 +135,7 @@ def test_lost_peer_is_a_miss_with_one_warning(owner: BlockCache, reader: BlockCa
     with caplog.at_level(logging.DEBUG, "remanent.kv"):
         assert load(reader, 0, 1, 7) == [False, False, True]
         assert reader.fetch([key(0), key(7)]).result(WORK) == [False, True]
-    levels = [record.levelno for record in caplog.records if "a peer cannot be asked" in record.message]
+    levels = [record.levelno for record in caplog.records if "cannot be requested from a peer" in record.message]
     assert levels == [logging.WARNING] + ([] if away_for else [logging.DEBUG] * 2)
 
 
@@ -155,6 +155,32 @@ def test_closing_ends_server_and_client_in_any_order(owner: BlockCache, reader: 
         cache.close()
         with pytest.raises(remanent.ClosedError):
             cache.fetch([key(1)])
+
+
+def test_closed_cache_serves_and_adds_no_peer(owner: BlockCache, reader: BlockCache) -> None:
+    address = owner.serve()
+    reader.close()
+    for call in (reader.serve, lambda: reader.add_peer(address)):
+        with pytest.raises(remanent.ClosedError, match="cache is closed"):
+            call()
+
+
+def test_fetched_blocks_wait_in_bounded_memory(owner: BlockCache, reader: BlockCache,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [b"block %d" % number for number in range(12)]
+    owner.store(keys, [bytes([number]) * 65536 for number in range(12)]).result(60)
+    reader.add_peer(owner.serve())
+    monkeypatch.setattr(remanent.kv, "_FETCHED_BYTES", 100_000)
+    store, jobs, unfinished = reader.store, list[Any](), list[int]()
+
+    def counted(*given: Any) -> Any:
+        unfinished.append(sum(not job.done() for job in jobs))
+        jobs.append(store(*given))
+        return jobs[-1]
+
+    monkeypatch.setattr(reader, "store", counted)
+    assert reader.fetch(keys).result(60) == [True] * 12
+    assert len(jobs) == 12 and max(unfinished) <= 1
 
 
 def test_forked_child_uses_no_peer(owner: BlockCache, reader: BlockCache) -> None:

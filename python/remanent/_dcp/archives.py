@@ -224,20 +224,23 @@ class RootArchive:
 
 
 class _Failing:
-    """Raises an error once the requests of an archive have failed for some time."""
+    """Raises an error once the requests of an archive have failed again and again for some time. A failure that does not
+    recur may be followed by a long upload."""
 
     def __init__(self, store: _native.Store, url: str, timeout: float) -> None:
         self._store, self._url, self._timeout = store, url, timeout
-        self._since: float | None = None
+        # The time of the first failure since the last success, and the number of failures by then.
+        self._since: tuple[float, int] | None = None
 
     def __call__(self) -> None:
-        failure = self._store.stats()["archive"]["last_failure"]
+        archive = self._store.stats()["archive"]
+        failure, count = archive["last_failure"], archive["failures"]
         if failure is None:
             self._since = None
             return
         now = time.monotonic()
-        self._since = now if self._since is None else self._since
-        if now - self._since >= self._timeout:
+        self._since = (now, count) if self._since is None else self._since
+        if now - self._since[0] >= self._timeout and count > self._since[1]:
             raise ArchiveError(f"the checkpoint was not archived: {failure}", kind="bucket", url=self._url,
                                remedy="correct the cause and save again; the earlier checkpoints are unchanged")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from remanent._kv.block_store import difference
 from remanent._store._native import PageClient, PageServer, Store
-from remanent._store.errors import Error, InvalidError, MismatchError
+from remanent._store.errors import ClosedError, Error, InvalidError, MismatchError
 
 __all__ = ["Peers"]
 
@@ -72,6 +72,7 @@ class Peers:
         self._lock = threading.Lock()
         self._peers: tuple[_Peer, ...] = ()
         self._server: PageServer | None = None
+        self._is_closed = False
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -79,6 +80,7 @@ class Peers:
     def serve(self) -> bytes:
         """Starts the server unless it is running, and returns its address."""
         with self._lock:
+            self._refuse_closed()
             if self._server is None:
                 self._server = PageServer(self._store, "remanent-kv", _SERVER_TIMEOUT)
             metadata = base64.b64encode(self._server.metadata).decode()
@@ -95,7 +97,10 @@ class Peers:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InvalidError(f"address is not the result of BlockCache.serve: {error!r}",
                                "pass the bytes that BlockCache.serve returned on the peer") from None
-        if version != 1 or not isinstance(there, dict):
+        if not isinstance(there, dict):
+            raise InvalidError("address does not contain the identity of a cache",
+                               "pass the bytes that BlockCache.serve returned on the peer")
+        if version != 1:
             raise InvalidError(f"address has version {version!r}, expected 1",
                                "use the same release of Remanent for both caches")
         if identity != self._identity:
@@ -103,7 +108,12 @@ class Peers:
                 f"the peer contains blocks of another identity: {difference(identity, self._identity, 'in the peer')}",
                 remedy="add only peers with the same identity", path=self._store.path)
         with self._lock:
+            self._refuse_closed()
             self._peers = (*self._peers, _Peer(metadata, length_max, timeout))
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the cache is closed", remedy="open the cache again", path=self._store.path)
 
     def fetch(self, key: bytes) -> tuple[bytes, dict[str, Any]] | None:
         """Returns the page with this key, and its metadata, from the first peer that has the page."""
@@ -116,6 +126,7 @@ class Peers:
     def close(self) -> None:
         """Ends the server and the clients. No call is waiting for a block anymore, except those that soon end."""
         with self._lock:
+            self._is_closed = True
             peers, self._peers = self._peers, ()
             server, self._server = self._server, None
         for peer in peers:
