@@ -15,6 +15,8 @@ pub mod imports;
 
 #[path = "../../tests/it/files.rs"]
 pub mod files;
+#[path = "../../tests/it/with_options.rs"]
+pub mod with_options;
 
 /// The model of a store.
 #[path = "../../tests/it/model"]
