@@ -574,7 +574,7 @@ impl View {
     /// [`cache_len_max`](options::ArchiveOptions::cache_len_max) bytes of them are kept in the folder. Everything is
     /// verified by checksums. Of `archive`, only the URL, the settings and this length are used.
     ///
-    /// The archive is not changed, and its writer goes on. The credential needs to read, and neither to write nor to
+    /// The archive is not changed, and its writer continues. The credential needs to read, and neither to write nor to
     /// list. If the writer deletes data that the view needs, after two newer snapshots, reads fail with
     /// [`Error::Overtaken`].
     ///

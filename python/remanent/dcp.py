@@ -363,7 +363,7 @@ class StorageReader(_AtPath, storage.StorageReader):
         tensors with other element types are rejected.
     :param archive: the archive with which the checkpoint was saved. The checkpoint is then read from the archive
         without a restore, and of `path`, which need not exist, only the name of the checkpoint is used. The archive is
-        not changed, and its writer goes on. Each rank fetches only the parts that it needs, of up to 8 MiB each.
+        not changed, and its writer continues. Each rank fetches only the parts that it needs, of up to 8 MiB each.
 
     Errors of ranks are contained in the `CheckpointException` that DCP raises. `NoStateError` means that the checkpoint
     does not exist. `RefusedError` means that a tensor cannot represent the checkpoint's values; no tensor of that rank

@@ -181,7 +181,7 @@ impl ArchiveFollower {
     /// Takes the next object of the line. Returns false if it does not exist yet. After a failed request, the next call
     /// repeats it.
     fn read_object(&mut self) -> Result<bool> {
-        // The next request waits, unless there may be more objects.
+        // Delays the next request by one interval, unless this call takes an object, after which more may exist.
         self.poll_after = Instant::now() + self.interval;
         self.is_delayed = true;
         let source = self.source.clone();

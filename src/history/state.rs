@@ -113,7 +113,7 @@ enum Until {
 struct Attempt {
     snapshots: Vec<SnapshotId>,
     segments: Vec<u64>,
-    /// The last batch up to which the log could be read.
+    /// The last batch that could be read from the log.
     reached: Lsn,
     /// The text of the error, because errors cannot be compared.
     error: String,
@@ -122,7 +122,7 @@ struct Attempt {
 /// A failed search for a state, with its error and the last batch that the search reached.
 struct NotFound {
     error: Error,
-    /// The last batch up to which the log could be read.
+    /// The last batch that could be read from the log.
     reached: Lsn,
     /// Whether, during the search, a writer was removing a snapshot or the log after the snapshot.
     is_being_removed: bool,

@@ -130,8 +130,9 @@ impl ArchivedDirectory {
         Ok(())
     }
 
-    /// Returns a named snapshot that was published and verified after the directory was read, without its parts, and the
-    /// pieces of its files, which [`read_piece`](Self::read_piece) reads. The caller must retain the snapshot (rule 13).
+    /// Returns a named snapshot that was published and verified after the directory was read, and the pieces of its
+    /// files, which must be uploaded as parts. [`read_piece`](Self::read_piece) reads them. The caller must retain the
+    /// snapshot (rule 13).
     ///
     /// # Errors
     /// Returns the error of reading from the disk.

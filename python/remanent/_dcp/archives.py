@@ -54,7 +54,7 @@ _RANKS = "ranks"
 # listing, the token of the save that created it, and the time of its creation in milliseconds since 1970.
 _NAME, _SUM, _NUMBER, _TOKEN, _CREATED = "checkpoint", "sum", "number", "save", "created"
 # The seconds between two checks of the state of an archive.
-_LOOK = 0.5
+_POLL_INTERVAL = 0.5
 # The number of archives that are opened at once.
 _OPENED_AT_ONCE = 8
 # The prefixes of the environment variables that contain the settings of a bucket, by the scheme of its URL.
@@ -180,7 +180,7 @@ class RootArchive:
         :raises ArchiveError: the archive has ended, or its requests failed for longer than the time limit.
         """
         check = _Failing(store, self.url, self._timeout)
-        while not store.wait_archived(snapshot, _LOOK):
+        while not store.wait_archived(snapshot, _POLL_INTERVAL):
             check()
 
     def add(self, store: _native.Store, checkpoint: Path, content: bytes, token: str, ranks: int, *,
@@ -219,7 +219,7 @@ class RootArchive:
         batch.set_root(_RANKS, max(ranks, store.root.get(_RANKS, 0)))
         ticket = store.submit(batch)
         check = _Failing(store, self.url, self._timeout)
-        while not ticket.wait(_LOOK, "archived"):
+        while not ticket.wait(_POLL_INTERVAL, "archived"):
             check()
 
 

@@ -31,13 +31,13 @@ class _Peer:
         # Protects the following fields. Held while a block is fetched, because a client has one request at a time.
         self._lock = threading.Lock()
         self._client: PageClient | None = None
-        self._away_until = 0.0
+        self._retry_after = 0.0
         self._is_warned = self._is_closed = False
 
     def fetch(self, key: bytes, path: str) -> tuple[bytes, dict[str, Any]] | None:
         """Returns a page and its metadata, or None if the peer does not have the page or cannot be reached."""
         with self._lock:
-            if self._is_closed or time.monotonic() < self._away_until:
+            if self._is_closed or time.monotonic() < self._retry_after:
                 return None
             try:
                 if self._client is None:
@@ -47,7 +47,7 @@ class _Peer:
                 client, self._client = self._client, None
                 if client is not None:
                     client.close()
-                self._away_until = time.monotonic() + _AWAY_FOR
+                self._retry_after = time.monotonic() + _AWAY_FOR
                 # A peer that stays unreachable is reported once.
                 _logger.log(logging.DEBUG if self._is_warned else logging.WARNING,
                             "%s: blocks cannot be requested from a peer: %s", path, error)

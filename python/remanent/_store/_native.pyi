@@ -855,7 +855,7 @@ class View(Reader):
     @staticmethod
     def open_archive(archive: ArchiveOptions, at: _At | None = None) -> View:
         """Opens a state of an archive without restoring it, and returns its `View`. The archive is not changed, and its
-        writer goes on. The credential needs to read only.
+        writer continues. The credential needs to read only.
 
         The call fetches the log of the state into a temporary folder, which is removed with the view. Parts of images,
         up to 8 MiB each, are fetched when a page in them is read. A named snapshot needs no log.
