@@ -213,6 +213,16 @@ impl TierKeeper {
         self.residents.lock().release(pages);
     }
 
+    /// Lets `pages` be evicted only if no other page can be, until [`unkeep`](Self::unkeep).
+    pub fn keep(&self, pages: &[PageId]) {
+        self.residents.lock().keep(pages);
+    }
+
+    /// Ends the protection of pages by [`keep`](Self::keep).
+    pub fn unkeep(&self, pages: &[PageId]) {
+        self.residents.lock().unkeep(pages);
+    }
+
     fn live(&self) {
         let mut calls = self.calls.lock();
         loop {

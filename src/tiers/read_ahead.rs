@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use remanent_format::{PageId, Place};
 
+use super::keeper::TierKeeper;
 use super::mover::{Hits, PageMover};
 use super::prefetch::{Prefetch, PrefetchThread};
 use crate::base::process::Process;
@@ -22,7 +23,8 @@ const BUDGET_PART: u64 = 4;
 
 /// A sequence of steps of a caller, created by [`Store::read_ahead`](crate::Store::read_ahead). Each step uses some
 /// pages, such as a layer of a model or a request in a queue. The pages of the next steps are moved to a place in
-/// advance.
+/// advance. The pages of the current step and of the steps in flight are evicted only if the place cannot get enough
+/// memory from other pages. To be sure that a page stays in its place, lease it.
 ///
 /// ```
 /// use remanent::{Place, Store};
@@ -54,6 +56,8 @@ pub struct ReadAhead<'s> {
     prefetcher: &'s PrefetchThread,
     place: Place,
     upcoming: VecDeque<Step>,
+    /// The pages of the current step, which the caller uses.
+    current: Vec<PageId>,
     /// The total length in bytes of the steps in flight.
     bytes: u64,
     /// The budget of the place in bytes.
@@ -80,6 +84,7 @@ impl<'s> ReadAhead<'s> {
             prefetcher,
             place,
             upcoming: VecDeque::new(),
+            current: Vec::new(),
             bytes: 0,
             budget,
             pace: Pace::default(),
@@ -117,6 +122,7 @@ impl<'s> ReadAhead<'s> {
         self.opener.check()?;
         let prefetch = self.in_store(self.prefetcher.prefetch(pages, self.place))?;
         let bytes = pages.iter().map(|page| self.mover.byte_len(*page)).fold(0, u64::saturating_add);
+        self.keeper().iter().for_each(|keeper| keeper.keep(pages));
         self.bytes = self.bytes.saturating_add(bytes);
         self.upcoming.push_back(Step { pages: pages.to_vec(), bytes, prefetch });
         Ok(())
@@ -131,8 +137,11 @@ impl<'s> ReadAhead<'s> {
     pub fn next_step(&mut self) -> Result<Option<Vec<PageId>>> {
         self.opener.check()?;
         let called = Instant::now();
+        let previous = std::mem::take(&mut self.current);
+        self.keeper().iter().for_each(|keeper| keeper.unkeep(&previous));
         let Some(Step { mut pages, bytes, prefetch }) = self.upcoming.pop_front() else { return Ok(None) };
         self.bytes -= bytes;
+        self.current.clone_from(&pages);
         if let Some(given) = self.given {
             self.pace.interval.note(called - given);
         }
@@ -153,6 +162,11 @@ impl<'s> ReadAhead<'s> {
         Ok(Some(pages))
     }
 
+    /// Returns the keeper that protects the pages of the steps from eviction, if the store has tiers.
+    fn keeper(&self) -> Option<&TierKeeper> {
+        self.mover.keeper.as_deref()
+    }
+
     fn in_store<T>(&self, result: Result<T>) -> Result<T> {
         result.map_err(|error: Error| error.in_store(&self.mover.engine.disk.label()))
     }
@@ -166,6 +180,13 @@ impl Drop for ReadAhead<'_> {
         let given_up = self.upcoming.iter().try_for_each(|step| step.prefetch.give_up());
         let ended = given_up.and_then(|()| self.upcoming.iter().try_for_each(|step| step.prefetch.cancel()));
         debug_assert!(ended.is_ok() || !self.opener.is_current());
+        // In a forked child, another thread may have held the keeper's lock, and nothing is evicted.
+        if self.opener.is_current()
+            && let Some(keeper) = self.keeper()
+        {
+            self.upcoming.iter().for_each(|step| keeper.unkeep(&step.pages));
+            keeper.unkeep(&self.current);
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! Tracks the pages in each place for the eviction policies.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 use remanent_format::{PageId, Place};
 
@@ -11,9 +11,15 @@ use crate::versions::uses::PageUse;
 pub(crate) struct Residents {
     tiers: Vec<(Place, Box<dyn EvictionPolicy>)>,
     pages: HashMap<PageId, Resident>,
-    /// The number of calls that currently prevent the eviction of each page, because they move pages to its place.
-    held: HashMap<PageId, usize>,
+    /// The pages that are not evicted, because calls move pages to their place.
+    held: PageCounts,
+    /// The pages of the steps of read-aheads, which are evicted only if no other page can be.
+    kept: PageCounts,
 }
+
+/// Pages with the number of callers that protect each page from eviction.
+#[derive(Default)]
+struct PageCounts(HashMap<PageId, usize>);
 
 struct Resident {
     tier: usize,
@@ -22,7 +28,7 @@ struct Resident {
 
 impl Residents {
     pub fn new(tiers: Vec<(Place, Box<dyn EvictionPolicy>)>) -> Self {
-        Self { tiers, pages: HashMap::new(), held: HashMap::new() }
+        Self { tiers, pages: HashMap::new(), held: PageCounts::default(), kept: PageCounts::default() }
     }
 
     /// Records a change or a read of a page.
@@ -60,28 +66,39 @@ impl Residents {
     }
 
     /// Chooses victims from a tier until they have at least `bytes` bytes or there are `count` victims. Held pages, and
-    /// pages for which `may_leave` returns `false`, are not chosen. The policy forgets the chosen pages. If a chosen
-    /// page is not evicted, the caller must pass it to [`return_to_policy`](Self::return_to_policy).
+    /// pages for which `may_leave` returns `false`, are not chosen. Kept pages are chosen only if the others do not
+    /// suffice. The policy forgets the chosen pages. If a chosen page is not evicted, the caller must pass it to
+    /// [`return_to_policy`](Self::return_to_policy).
     pub fn choose(
         &mut self,
         tier: usize,
         (bytes, count): (u64, usize),
         may_leave: impl Fn(PageId) -> bool,
     ) -> Vec<(PageId, u64)> {
-        let (mut chosen, mut staying) = (Vec::new(), Vec::new());
+        let (mut chosen, mut kept, mut staying) = (Vec::new(), VecDeque::new(), Vec::new());
         let mut sum = 0;
         while sum < bytes && chosen.len() < count {
             let Some(page) = self.tiers[tier].1.victim() else { break };
             let Some(resident) = self.pages.get(&page).filter(|resident| resident.tier == tier) else {
                 continue;
             };
-            if self.held.contains_key(&page) || !may_leave(page) {
+            if self.held.contains(page) || !may_leave(page) {
                 staying.push(page);
+            } else if self.kept.contains(page) {
+                kept.push_back((page, resident.len));
             } else {
                 sum += resident.len;
                 chosen.push((page, resident.len));
             }
         }
+        while sum < bytes
+            && chosen.len() < count
+            && let Some((page, len)) = kept.pop_front()
+        {
+            sum += len;
+            chosen.push((page, len));
+        }
+        staying.extend(kept.into_iter().map(|(page, _)| page));
         staying.into_iter().for_each(|page| self.return_to_policy(page));
         chosen
     }
@@ -95,16 +112,40 @@ impl Residents {
 
     /// Prevents the eviction of pages until [`release`](Self::release).
     pub fn hold(&mut self, pages: &[PageId]) {
-        pages.iter().for_each(|page| *self.held.entry(*page).or_default() += 1);
+        self.held.add(pages);
     }
 
     /// Allows the eviction of pages again, once each call that held them has released them.
     pub fn release(&mut self, pages: &[PageId]) {
+        self.held.remove(pages);
+    }
+
+    /// Lets pages be evicted last until [`unkeep`](Self::unkeep).
+    pub fn keep(&mut self, pages: &[PageId]) {
+        self.kept.add(pages);
+    }
+
+    /// Lets pages be evicted in the order of the policy again, once each caller that kept them has called this method.
+    pub fn unkeep(&mut self, pages: &[PageId]) {
+        self.kept.remove(pages);
+    }
+}
+
+impl PageCounts {
+    fn contains(&self, page: PageId) -> bool {
+        self.0.contains_key(&page)
+    }
+
+    fn add(&mut self, pages: &[PageId]) {
+        pages.iter().for_each(|page| *self.0.entry(*page).or_default() += 1);
+    }
+
+    fn remove(&mut self, pages: &[PageId]) {
         for page in pages {
-            let holds = self.held.get_mut(page).expect("a page that is held");
-            *holds -= 1;
-            if *holds == 0 {
-                self.held.remove(page);
+            let count = self.0.get_mut(page).expect("a page that was added");
+            *count -= 1;
+            if *count == 0 {
+                self.0.remove(page);
             }
         }
     }
@@ -165,6 +206,27 @@ mod tests {
         assert_eq!(residents.choose(1, (100, 9), |_| true).len(), 2, "one is held twice");
         residents.release(&PAGES[..1]);
         assert_eq!(chosen(&mut residents, 1, 100), PAGES[..1]);
-        assert!(residents.held.is_empty());
+        assert!(residents.held.0.is_empty());
+    }
+
+    #[test]
+    fn kept_pages_are_chosen_last() {
+        let mut residents = residents();
+        for page in PAGES {
+            residents.record(PageUse::Changed(page, Some((Place::Host, 10))));
+        }
+        let [a, b, c, d] = PAGES;
+        residents.keep(&[a, c]);
+        residents.keep(&[c]);
+        residents.hold(&[d]);
+        assert_eq!(chosen(&mut residents, 1, 10), [b]);
+        residents.return_to_policy(b);
+        assert_eq!(chosen(&mut residents, 1, 15), [b, a], "the others do not suffice");
+        residents.return_to_policy(a);
+        residents.unkeep(&[a, c]);
+        assert_eq!(chosen(&mut residents, 1, 10), [a], "the other one is kept twice");
+        residents.unkeep(&[c]);
+        assert_eq!(chosen(&mut residents, 1, 100), [c]);
+        assert!(residents.kept.0.is_empty());
     }
 }

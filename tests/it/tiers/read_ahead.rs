@@ -53,6 +53,34 @@ fn read_ahead_steps_are_in_order_and_within_budget() {
     assert!(ahead.next_step().unwrap().is_none() && ahead.wants_more());
 }
 
+/// The pages of a step remain in the place while the next steps are prefetched, although the caller has not yet
+/// read these pages and has read all others.
+#[test]
+fn unread_pages_of_current_step_stay_during_prefetch() {
+    let (store, pages) = on_disk(6 * ROOM);
+    let mut ahead = store.read_ahead(DEVICE).unwrap();
+    let mut steps = pages.chunks(2);
+    loop {
+        while ahead.wants_more() {
+            let Some(step) = steps.next() else { break };
+            ahead.push(step).unwrap();
+        }
+        let Some(step) = ahead.next_step().unwrap() else { break };
+        while ahead.wants_more() {
+            let Some(step) = steps.next() else { break };
+            ahead.push(step).unwrap();
+        }
+        // The thread handles this empty prefetch after all others.
+        store.prefetch(&[], DEVICE).unwrap().wait().unwrap();
+        for page in step {
+            let number = pages.iter().position(|other| *other == page).unwrap();
+            assert_eq!(place(&store, page), DEVICE, "page {number}");
+            assert!(store.read_to_vec(page).unwrap() == bytes(number as u64, 0), "page {number}");
+        }
+    }
+    assert!(peak(&store, DEVICE) <= ROOM * LEN);
+}
+
 /// A step of up to half of the budget is prefetched while the previous step is in use.
 #[test]
 fn next_step_is_prefetched_during_use() {
