@@ -2,7 +2,8 @@
 //! loaded into the memory, and new pages are created from the memory.
 //!
 //! An image is loaded directly from its file into the memory, like when a store opens (`image_loader.rs`), and its
-//! checksum is computed on the device (I12). A page with batches after its image is composed on the host, window by
+//! checksum is computed on the device (I12). The ranges that batches after the image changed are then copied to the
+//! host, changed there, and copied back. A page whose length such a batch changed is composed on the host, window by
 //! window.
 
 use std::sync::Arc;
@@ -27,6 +28,12 @@ use crate::write::batch::ByteSource;
 
 /// The maximum number of bytes of unused staging memory that stay pinned between loads.
 const STAGING_IDLE_BYTES: usize = 64 << 20;
+
+/// The maximum number of bytes of a page that are changed at once on the host.
+const CHANGED_AT_ONCE: u64 = 4 << 20;
+/// The minimum distance in bytes between changed ranges that are copied separately. A copy of fewer bytes takes no
+/// longer than the start of another copy.
+const GAP_MIN: u64 = 256 << 10;
 
 /// A copier between caller-owned memory on a device, such as the tensors of a model, and stores that do not use the
 /// device. The copier loads pages of a [`View`] into that memory, and provides bytes from the memory to batches of any
@@ -245,19 +252,34 @@ struct LoadRun<'a> {
 
 impl LoadRun<'_> {
     fn load(&self) -> Result<()> {
-        let (mut images, mut composed) = (Vec::new(), Vec::new());
+        let (mut images, mut changed, mut composed) = (Vec::new(), Vec::new(), Vec::new());
         for (page, target) in self.targets.iter().filter(|(_, target)| target.len > 0) {
-            match self.past.exact_image(*page) {
-                Some(image) => push(&mut images, ImageRequest { page: *page, len: target.len, image })?,
+            match self.past.image_below(*page) {
+                Some((image, has_changes)) => {
+                    push(&mut images, ImageRequest { page: *page, len: target.len, image })?;
+                    if has_changes {
+                        push(&mut changed, (*page, *target))?;
+                    }
+                }
                 None => push(&mut composed, (*page, *target))?,
             }
         }
-        self.load_images(&mut images)?;
+        match self.load_images(&mut images) {
+            // Batches may have overwritten the damaged image completely. The pages are then composed without it.
+            Err(Error::Damaged(_)) if !changed.is_empty() => {
+                images.retain(|request| self.past.exact_image(request.page).is_some());
+                self.load_images(&mut images)?;
+                composed.append(&mut changed);
+            }
+            loaded => loaded?,
+        }
+        let change = |bytes: &mut Vec<u8>, index: usize| self.change(changed[index], bytes);
+        parallel::map_indexed(threads(), changed.len(), Vec::new, change)?;
         let compose = |(): &mut (), index: usize| self.compose(composed[index]);
         parallel::map_indexed(threads(), composed.len(), || (), compose).map(drop)
     }
 
-    /// Loads the pages whose current bytes are the bytes of an image.
+    /// Loads images, each into the memory of its page.
     fn load_images(&self, images: &mut [ImageRequest]) -> Result<()> {
         let target = |page: PageId| {
             let at = self.targets.binary_search_by_key(&page, |(page, _)| *page);
@@ -278,6 +300,21 @@ impl LoadRun<'_> {
                 loaded => Ok(loaded),
             }
         })?
+    }
+
+    /// Changes a page whose image was loaded. `bytes` is memory that calls reuse.
+    fn change(&self, (page, target): (PageId, Span), bytes: &mut Vec<u8>) -> Result<()> {
+        for range in self.past.changed_ranges(page, GAP_MIN) {
+            for at in range.clone().step_by(CHANGED_AT_ONCE as usize) {
+                let len = CHANGED_AT_ONCE.min(range.end - at);
+                let part = Span { offset: target.offset + at, len, ..target };
+                bytes.resize(len as usize, 0);
+                self.staging.download(Lane::Load, part, bytes)?;
+                self.past.write_over(page, at, bytes)?;
+                self.staging.upload(Lane::Load, part, bytes)?;
+            }
+        }
+        Ok(())
     }
 
     /// Composes a page on the host, and uploads it window by window.

@@ -13,11 +13,11 @@
 //! writer can therefore cause an error, but never wrong bytes.
 
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use remanent_format::image::ImageRef;
-use remanent_format::image::read::{check_image, read_image_into};
 use remanent_format::log::LogMap;
 use remanent_format::manifest::Manifest;
 use remanent_format::state::reach::{Reach, Role};
@@ -395,8 +395,9 @@ impl PastState {
 
     /// Fills `out` with a page's bytes starting at `offset`.
     ///
-    /// Ranges of a long page are composed window by window, and recent windows are cached. If a whole page is read and
-    /// an image contains exactly its bytes, the bytes are read directly into `out` and checksummed in the same pass.
+    /// Ranges of a long page are composed window by window, and recent windows are cached. If a whole page is read, the
+    /// bytes of its image are read directly into `out` and checksummed in the same pass. Later operations are then
+    /// written over these bytes, unless one of them changed the length of the page.
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::OutOfBounds`]; [`Error::Damaged`] in the data of this page;
@@ -407,9 +408,10 @@ impl PastState {
             return Err(Error::OutOfBounds { page, offset, len, page_len });
         }
         if len == page_len
-            && let Some(image) = self.exact_image(page)
+            && self
+                .read_with_retry(|source| self.op_locations.read_into(source, &self.resolved, page, out))?
         {
-            return self.read_with_retry(|source| read_image_into(source, &image, out));
+            return Ok(());
         }
         while !out.is_empty() {
             let (from, bytes) = self.window(page, page_len, offset, out.len() as u64)?;
@@ -437,16 +439,34 @@ impl PastState {
         Ok(())
     }
 
-    /// Reads a whole page piece by piece and verifies it.
+    /// Reads everything from which a page is composed, piece by piece, and verifies it.
     ///
     /// # Errors
     /// The errors of [`PastState::read`].
     pub fn prove(&self, page: PageId) -> Result<()> {
-        let page_len = self.page_len(page)?;
-        match self.exact_image(page) {
-            Some(image) => self.read_with_retry(|source| check_image(source, &image, page_len)),
-            None => self.stream(page, |_, _| Ok(())),
-        }
+        self.page_len(page)?;
+        self.read_with_retry(|source| self.op_locations.check(source, &self.resolved, page))
+    }
+
+    /// Returns the image from which a page is composed by operations that do not change its length. The second value is
+    /// whether there are any. Returns `None` if the page is composed in another way.
+    pub fn image_below(&self, page: PageId) -> Option<(ImageRef, bool)> {
+        let base = self.op_locations.base_in_place(&self.resolved, page)?;
+        base.image.map(|image| (image, self.exact_image(page).is_none()))
+    }
+
+    /// Returns the ranges of a page that differ from its [`image_below`](Self::image_below). Close ranges are joined.
+    pub fn changed_ranges(&self, page: PageId, gap_min: u64) -> Vec<Range<u64>> {
+        self.op_locations.changed_ranges(page, gap_min)
+    }
+
+    /// Writes the operations of a page over `bytes`, which are bytes of its [`image_below`](Self::image_below) from
+    /// offset `from` on.
+    ///
+    /// # Errors
+    /// The errors of [`PastState::read`].
+    pub fn write_over(&self, page: PageId, from: u64, bytes: &mut [u8]) -> Result<()> {
+        self.read_with_retry(|source| self.op_locations.write_over(source, page, from, bytes))
     }
 
     /// Returns the length of a page in bytes.

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use remanent::batch::Width;
 use remanent::device::CallerMemory;
 use remanent::device::DeviceBytes;
 use remanent::device::host::HostDevice;
@@ -12,7 +13,7 @@ use remanent::history::DeviceCopier;
 use remanent::options::{Compression, SnapshotSchedule};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, Options, PageId, Place, StatePoint, Store, View};
+use remanent::{Error, Options, PageId, Place, StatePoint, Store, View, WriteBatch};
 use remanent_format::FileName;
 use remanent_format::image::ImageRef;
 
@@ -114,6 +115,90 @@ fn view_loads_every_page_into_its_memory() {
                 // Load a single page.
                 copier.load(&view, &named(&expected[3..4], &targets[2..3])).unwrap_err();
                 copier.load(&view, &[]).unwrap();
+            }
+        }
+    }
+}
+
+/// Pages whose images later batches changed are read into host and device memory as a store has them: changes of
+/// every kind, within and across the pieces in which they are applied, of pages without an image, of pages whose length
+/// changed, and of a damaged image that was overwritten completely.
+#[test]
+fn changed_pages_are_read_over_their_images() {
+    const LEN: u64 = 9 << 20;
+    type Change = fn(&mut WriteBatch, PageId);
+    let changes: [(&str, Change); 9] = [
+        ("no change", |_, _| {}),
+        ("first and last byte", |batch, page| _ = batch.write(page, 0, b"a").write(page, LEN - 1, b"z")),
+        ("across two pieces", |batch, page| _ = batch.write(page, (4 << 20) - 7, &b"ab".repeat(3 << 19))),
+        ("two writes of the same bytes", |batch, page| {
+            batch.write(page, 70, &[1; 20]).write(page, 60, &[2; 20]);
+        }),
+        ("pattern", |batch, page| _ = batch.fill(page, 16, 8 << 20, b"0123456789abcdef")),
+        ("scattered elements", |batch, page| {
+            batch.scatter(page, Width::W4, &[3, 1 << 20, (LEN / 4 - 1) as u32], b"AAAABBBBCCCC");
+        }),
+        ("masked elements", |batch, page| {
+            batch.write_masked(page, (4 << 20) - 4, Width::W2, &[0b1010], b"aabbccdd");
+        }),
+        ("shorter and longer", |batch, page| {
+            batch.resize(page, 5 << 20).write(page, 9, b"later").resize(page, LEN);
+        }),
+        ("everything", |batch, page| {
+            batch.write(page, 0, &b"c".repeat(5 << 20)).fill(page, 5 << 20, LEN - (5 << 20), &[6]);
+        }),
+    ];
+    for (compression, damages) in
+        [Compression::Off, Compression::Zstd].map(|each| [(each, false), (each, true)]).concat()
+    {
+        let (disk, mut random) = (SimDisk::new(), Random(7));
+        let store = open(&disk, compression);
+        let pages: Vec<PageId> = changes
+            .iter()
+            .map(|_| {
+                let mut batch = store.batch();
+                batch.create_from(content(&mut random, LEN), Place::Disk);
+                store.commit(batch).unwrap().pages[0]
+            })
+            .collect();
+        let snapshot = store.snapshot().unwrap();
+        let mut batch = store.batch();
+        let mut all: Vec<(PageId, &str)> = Vec::new();
+        for (page, (name, change)) in pages.iter().zip(changes) {
+            change(&mut batch, *page);
+            all.push((*page, name));
+        }
+        store.commit(batch).unwrap();
+        let mut batch = store.batch();
+        batch.create(LEN, PLACE);
+        let without_image = store.commit(batch).unwrap().pages[0];
+        let mut batch = store.batch();
+        batch.write(without_image, 4 << 20, b"later");
+        store.commit(batch).unwrap();
+        all.push((without_image, "without an image"));
+        let expected: Vec<(PageId, Vec<u8>)> =
+            all.iter().map(|(page, _)| (*page, store.read_to_vec(*page).unwrap())).collect();
+        drop(store);
+        if damages {
+            let ImageRef { file, offset, .. } = image_of(&disk, &snapshot, pages[8]);
+            disk.damage(FileName::Pages(file), offset + 9, &[1, 2, 3]);
+        }
+        let view = view(&disk, None);
+        view.prove_pages(&all.iter().map(|(page, _)| *page).collect::<Vec<_>>()).unwrap();
+        let mut read: Vec<Vec<u8>> = expected.iter().map(|(_, bytes)| vec![0xee; bytes.len()]).collect();
+        let mut wanted: Vec<_> =
+            all.iter().zip(&mut read).map(|((page, _), out)| (*page, &mut out[..])).collect();
+        view.read_pages(&mut wanted).unwrap();
+        for ((_, name), (read, (_, bytes))) in all.iter().zip(read.iter().zip(&expected)) {
+            assert!(read == bytes, "{name}, {compression:?}, damaged: {damages}");
+        }
+        for device in devices() {
+            let label = device.label();
+            let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::new()).unwrap();
+            let (copier, targets) = (DeviceCopier::open_on(device), targets(&memories, &expected));
+            copier.load(&view, &named(&expected, &targets)).unwrap();
+            for ((_, name), (memory, (_, bytes))) in all.iter().zip(targets.iter().zip(&expected)) {
+                assert!(bytes_of(memory) == *bytes, "{name} on {label}, {compression:?}, damaged: {damages}");
             }
         }
     }

@@ -34,7 +34,23 @@ pub(crate) fn assert_fits(op: &Op<'_>, page_len: u64) {
 /// Applies an operation to the part of its page inside `window`, whose bytes are `content`. If an element crosses a
 /// boundary of the window, only its bytes inside the window are written.
 pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, window: &Range<u64>) {
-    let from = window.start;
+    match op {
+        Op::Create { len, .. } => {
+            content.clear();
+            content.resize(part_len(*len, window), 0);
+        }
+        Op::Resize { len, .. } => content.resize(part_len(*len, window), 0),
+        Op::Delete { .. } => content.clear(),
+        _ => write_clipped(op, content, window.start),
+    }
+}
+
+/// Applies an operation that does not change the length of its page to `content`, which are bytes of the page from
+/// offset `from` on.
+///
+/// # Panics
+/// Panics if the operation changes the length of its page.
+pub(crate) fn write_clipped(op: &Op<'_>, content: &mut [u8], from: u64) {
     match op {
         Op::Write { offset, bytes, .. } => copy_common(content, from, bytes, *offset),
         Op::Masked { offset, width, mask, bytes, .. } => {
@@ -57,12 +73,9 @@ pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, window: &Range<u
                 copy_common(content, from, pattern, offset + (index * pattern.len()) as u64);
             }
         }
-        Op::Create { len, .. } => {
-            content.clear();
-            content.resize(part_len(*len, window), 0);
+        Op::Create { .. } | Op::Resize { .. } | Op::Delete { .. } => {
+            panic!("the operation changes the length of its page")
         }
-        Op::Resize { len, .. } => content.resize(part_len(*len, window), 0),
-        Op::Delete { .. } => content.clear(),
         // The bytes are in an image file. The image becomes the base of the page and includes this batch.
         Op::Image { .. }
         | Op::Move { .. }

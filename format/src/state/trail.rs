@@ -21,11 +21,12 @@ use crate::frame::{FRAME_HEADER_LEN, FrameHeader};
 use crate::ids::{LogPoint, Lsn, PageId};
 use crate::image::ImageRef;
 use crate::image::proven::ProvenImage;
-use crate::image::read::read_range;
+use crate::image::read::{check_image, read_image_into, read_range};
 use crate::log::Frame;
 use crate::manifest::Manifest;
 use crate::names::{FileName, ReadAt};
 use crate::op::{OP_HEADER_LEN, Op, OpAt, decode_single};
+use crate::state::apply::write_clipped;
 use crate::state::bases::Base;
 use crate::state::coverage::Coverage;
 use crate::state::follow::Resolution;
@@ -114,16 +115,29 @@ impl OpLocation {
         self.from < window.end && window.start < self.to
     }
 
+    /// Returns true if the operation does not change the length of its page.
+    fn keeps_len(&self) -> bool {
+        self.to < u64::MAX
+    }
+
     /// Reads the operation and applies it to a window of its page.
     ///
     /// # Errors
     /// Returns [`Damage`] if the bytes have changed since the location was recorded.
     pub fn apply(&self, source: &dyn ReadAt, page: PageId, target: &mut PageWindow) -> Result<(), Damage> {
+        self.with_op(source, page, |op| target.apply(op))
+    }
+
+    /// Reads the operation and passes it to `sink`.
+    ///
+    /// # Errors
+    /// Returns [`Damage`] if the bytes have changed since the location was recorded.
+    fn with_op(&self, source: &dyn ReadAt, page: PageId, sink: impl FnOnce(&Op<'_>)) -> Result<(), Damage> {
         let bytes = self.read(source)?;
         if self.is_part {
-            target.apply(&Op::Write { page, offset: self.from, bytes: &bytes });
+            sink(&Op::Write { page, offset: self.from, bytes: &bytes });
         } else {
-            target.apply(&decode_single(&bytes).map_err(|defect| self.at(defect))?);
+            sink(&decode_single(&bytes).map_err(|defect| self.at(defect))?);
         }
         Ok(())
     }
@@ -356,10 +370,107 @@ impl OpLocations {
                 Err(damage)
             }
         })?;
-        for location in self.pages.get(&page).into_iter().flatten() {
+        for location in self.of(page) {
             location.apply(source, page, &mut whole)?;
         }
         Ok(whole.into_bytes())
+    }
+
+    /// Returns the base of a page if its final bytes are those of the base with the later operations written over them:
+    /// none of the operations changes the length. Returns `None` otherwise.
+    ///
+    /// # Panics
+    /// Panics if the page is not in the table of the state.
+    #[must_use]
+    pub fn base_in_place(&self, resolved: &ResolvedState, page: PageId) -> Option<Base> {
+        let base = resolved.bases.get(page).expect("a page of the table");
+        let keeps_len = self.of(page).iter().all(OpLocation::keeps_len);
+        (keeps_len && base.len == resolved.final_len(page)).then_some(base)
+    }
+
+    /// Reads the bytes of one page into `out`, whose length must be that of the page. The bytes are read once and without
+    /// a copy. Returns `false`, and reads nothing, if [`base_in_place`](Self::base_in_place) returns `None`.
+    ///
+    /// # Errors
+    /// Returns [`Damage`] if the image or an operation of the page is damaged. The contents of `out` are then unspecified.
+    ///
+    /// # Panics
+    /// Panics if the page is not in the table of the state.
+    pub fn read_into(
+        &self,
+        source: &dyn ReadAt,
+        resolved: &ResolvedState,
+        page: PageId,
+        out: &mut [u8],
+    ) -> Result<bool, Damage> {
+        let Some(base) = self.base_in_place(resolved, page) else { return Ok(false) };
+        let read = base.image.map(|image| read_image_into(source, &image, out));
+        match read {
+            Some(Ok(())) => {}
+            // Every byte of the image is overwritten below.
+            Some(Err(damage)) if !self.is_image_overwritten(source, resolved, page) => return Err(damage),
+            _ => out.fill(0),
+        }
+        self.write_over(source, page, 0, out)?;
+        Ok(true)
+    }
+
+    /// Applies the operations of a page to `bytes`, which are bytes of the page's base from offset `from` on. The page
+    /// must have a [`base_in_place`](Self::base_in_place).
+    ///
+    /// # Errors
+    /// Returns [`Damage`] if an operation has changed on disk since its location was recorded.
+    ///
+    /// # Panics
+    /// Panics if an operation changes the length of the page.
+    pub fn write_over(
+        &self,
+        source: &dyn ReadAt,
+        page: PageId,
+        from: u64,
+        bytes: &mut [u8],
+    ) -> Result<(), Damage> {
+        let window = from..from + bytes.len() as u64;
+        let mut reaching = self.of(page).iter().filter(|location| location.reaches(&window));
+        reaching.try_for_each(|location| location.with_op(source, page, |op| write_clipped(op, bytes, from)))
+    }
+
+    /// Returns the ranges of a page that its operations can change, in ascending order. Ranges that are less than
+    /// `gap_min` bytes apart are joined.
+    #[must_use]
+    pub fn changed_ranges(&self, page: PageId, gap_min: u64) -> Vec<Range<u64>> {
+        let mut ranges: Vec<_> = self.of(page).iter().map(|location| location.from..location.to).collect();
+        ranges.sort_unstable_by_key(|range| range.start);
+        let mut joined: Vec<Range<u64>> = Vec::new();
+        for range in ranges {
+            match joined.last_mut().filter(|last| range.start < last.end.saturating_add(gap_min)) {
+                Some(last) => last.end = last.end.max(range.end),
+                None => joined.push(range),
+            }
+        }
+        joined
+    }
+
+    /// Reads and checks everything from which one page is computed, in pieces and without keeping the bytes.
+    ///
+    /// # Errors
+    /// Returns [`Damage`] if the image or an operation of the page is damaged.
+    ///
+    /// # Panics
+    /// Panics if the page is not in the table of the state.
+    pub fn check(&self, source: &dyn ReadAt, resolved: &ResolvedState, page: PageId) -> Result<(), Damage> {
+        let base = resolved.bases.get(page).expect("a page of the table");
+        if let Some(image) = base.image
+            && let Err(damage) = check_image(source, &image, base.len)
+            && !self.is_image_overwritten(source, resolved, page)
+        {
+            return Err(damage);
+        }
+        self.of(page).iter().try_for_each(|location| location.read(source).map(drop))
+    }
+
+    fn of(&self, page: PageId) -> &[OpLocation] {
+        self.pages.get(&page).map_or(&[], Vec::as_slice)
     }
 
     /// Reads and proves the base of a page, so that windows of the page can be read. The operations were proven when
@@ -395,8 +506,7 @@ impl OpLocations {
     pub fn is_image_overwritten(&self, source: &dyn ReadAt, resolved: &ResolvedState, page: PageId) -> bool {
         let base = resolved.bases.get(page).expect("a page of the table");
         let mut coverage = Coverage::new(base.len);
-        let locations = self.pages.get(&page).map_or(&[][..], Vec::as_slice);
-        let noted = locations.iter().try_for_each(|location| location.note_in(source, &mut coverage));
+        let noted = self.of(page).iter().try_for_each(|location| location.note_in(source, &mut coverage));
         noted.is_ok() && coverage.is_whole()
     }
 
@@ -411,7 +521,6 @@ impl OpLocations {
         proven: &ProvenPage,
         window: &Range<u64>,
     ) -> Result<Vec<u8>, Damage> {
-        let locations = self.pages.get(&proven.page).map_or(&[][..], Vec::as_slice);
-        proven.window(source, locations, window)
+        proven.window(source, self.of(proven.page), window)
     }
 }

@@ -144,6 +144,11 @@ fn overwritten_page_needs_no_image() {
         let state = op_locations.follow(&survey, &maker.files, Some(&base), None).unwrap();
         let loaded = op_locations.load(&maker.files, &state.resolved, PAGE);
         assert_eq!(loaded.ok(), (!is_needed).then(|| vec![9; PAGE_LEN]), "{why}: loaded whole");
+        let mut into = vec![1; PAGE_LEN];
+        let read = op_locations.read_into(&maker.files, &state.resolved, PAGE, &mut into);
+        assert_eq!(read.ok().map(|_| into), (!is_needed).then(|| vec![9; PAGE_LEN]), "{why}: in place");
+        let checked = op_locations.check(&maker.files, &state.resolved, PAGE);
+        assert_eq!(checked.is_ok(), !is_needed, "{why}: only checked");
         let window = op_locations
             .prove(&maker.files, &state.resolved, PAGE)
             .and_then(|proven| op_locations.window(&maker.files, &proven, &(7..40)));
