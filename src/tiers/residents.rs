@@ -221,8 +221,8 @@ mod tests {
         residents.hold(&[d]);
         assert_eq!(chosen(&mut residents, 1, 10), [b]);
         residents.return_to_policy(b);
-        assert_eq!(chosen(&mut residents, 1, 15), [b, a], "the others do not suffice");
-        residents.return_to_policy(a);
+        assert_eq!(chosen(&mut residents, 1, 15), [b, c], "the others do not suffice");
+        residents.return_to_policy(c);
         residents.unkeep(&[a, c]);
         assert_eq!(chosen(&mut residents, 1, 10), [a], "the other one is kept twice");
         residents.unkeep(&[c]);

@@ -22,8 +22,14 @@ pub const LIST: &[Defence] = &[
     refusal(
         "a page that a call moves in is not evicted meanwhile",
         RESIDENTS,
-        "self.held.contains_key(&page)",
+        "self.held.contains(page)",
         HELD,
+    ),
+    refusal(
+        "a page that a read-ahead needs is evicted last",
+        RESIDENTS,
+        "self.kept.contains(page)",
+        unit("tiers::residents::tests::kept_pages_are_chosen_last"),
     ),
     check(
         "a page that was not evicted can be evicted later",
