@@ -19,6 +19,9 @@ use crate::memory::staging::StagingPool;
 /// one block. With blocks of 4 KiB, one changed element in a thousand occupied as much memory as the page.
 pub(super) const BLOCK_LEN: usize = 512;
 const WORDS: usize = BLOCK_LEN / 64;
+/// The minimum and the maximum number of consecutive whole blocks of one write that share an allocation. Single
+/// allocations for the blocks of long writes took most of the time of applying them.
+const RUN_BLOCKS: [usize; 2] = [8, 128];
 /// The number of bytes that are read at a time when all bytes of a page are processed.
 const READ_AT_ONCE: u64 = 4 << 20;
 
@@ -31,7 +34,7 @@ pub(crate) struct DiskPage {
     /// a batch wrote to them.
     image_len: u64,
     /// The blocks that batches wrote to, by block number.
-    blocks: BTreeMap<u64, Arc<Block>>,
+    blocks: BTreeMap<u64, Written>,
     lineage: Lineage,
     pending: Arc<PendingBytes>,
 }
@@ -56,6 +59,21 @@ impl Lineage {
     }
 }
 
+/// The bytes that batches wrote to a block of a page. Clones share them.
+#[derive(Clone, Debug)]
+enum Written {
+    /// Any bytes of the block.
+    Block(Arc<Block>),
+    /// All bytes of the block. The second value is the index of the block in the run.
+    InRun(Arc<Run>, usize),
+}
+
+/// Consecutive blocks of a page, all of whose bytes one write wrote. A run never changes.
+struct Run {
+    bytes: Box<[u8]>,
+    pending: Arc<PendingBytes>,
+}
+
 /// A block of a page with the bytes that batches wrote.
 struct Block {
     bytes: [u8; BLOCK_LEN],
@@ -65,7 +83,11 @@ struct Block {
 }
 
 /// The number of bytes of host memory that a block occupies, including its reference counts and its entry in the map.
+/// A block in a run occupies less.
 const BLOCK_BYTES: u64 = size_of::<Block>() as u64 + 48;
+/// The number of bytes that a block in a run occupies in addition to its own, for its entry in the map and its share of
+/// the run.
+const RUN_ENTRY_BYTES: usize = size_of::<Written>() + 24;
 
 /// Returns the number of blocks that overlap `len` bytes from `offset` on.
 fn blocks(offset: u64, len: u64) -> u64 {
@@ -122,12 +144,76 @@ impl DiskPage {
         let (mut at, mut rest) = (offset, bytes);
         while !rest.is_empty() {
             let (number, within) = (at / BLOCK_LEN as u64, at as usize % BLOCK_LEN);
-            let (here, after) = rest.split_at(rest.len().min(BLOCK_LEN - within));
-            let new = || Arc::new(Block::new(self.pending.clone()));
-            // If a snapshot or a reader shares the block, the write goes to a copy.
-            Arc::make_mut(self.blocks.entry(number).or_insert_with(new)).write(within, here);
+            let whole = if within == 0 { rest.len() / BLOCK_LEN } else { 0 };
+            let [least, most] = RUN_BLOCKS;
+            let here = if whole >= least {
+                let (here, after) = rest.split_at(whole.min(most) * BLOCK_LEN);
+                rest = after;
+                self.write_run(number, here);
+                here
+            } else {
+                let (here, after) = rest.split_at(rest.len().min(BLOCK_LEN - within));
+                rest = after;
+                self.change_block(number, |block| block.write(within, here));
+                here
+            };
             at += here.len() as u64;
-            rest = after;
+        }
+    }
+
+    /// Writes whole blocks, from block `first` on.
+    fn write_run(&mut self, first: u64, bytes: &[u8]) {
+        let run = Arc::new(Run::new(bytes, self.pending.clone()));
+        let mut left: Vec<(Arc<Run>, u64)> = Vec::new();
+        for index in 0..run.blocks() {
+            let number = first + index as u64;
+            if let Some(Written::InRun(before, at)) =
+                self.blocks.insert(number, Written::InRun(run.clone(), index))
+                && left.last().is_none_or(|(last, _)| !Arc::ptr_eq(last, &before))
+            {
+                left.push((before, number - at as u64));
+            }
+        }
+        left.into_iter().for_each(|(run, first)| self.split_if_sparse(&run, first));
+    }
+
+    /// Changes a block, which is created if no batch has written to it yet. If a snapshot, a reader or a run shares the
+    /// block, a copy is changed.
+    fn change_block(&mut self, number: u64, change: impl FnOnce(&mut Block)) {
+        let new = || Written::Block(Arc::new(Block::new(self.pending.clone())));
+        let written = self.blocks.entry(number).or_insert_with(new);
+        let mut left = None;
+        if let Written::InRun(run, index) = written {
+            let block = Arc::new(run.block(*index));
+            left = Some((run.clone(), number - *index as u64));
+            *written = Written::Block(block);
+        }
+        let Written::Block(block) = written else { unreachable!("the block has left its run") };
+        change(Arc::make_mut(block));
+        if let Some((run, first)) = left {
+            self.split_if_sparse(&run, first);
+        }
+    }
+
+    /// Copies the remaining blocks of a run to blocks of their own if less than half of the run is in use. Otherwise
+    /// one block could keep the memory of all others. `first` is the number of the run's first block.
+    fn split_if_sparse(&mut self, run: &Arc<Run>, first: u64) {
+        // The caller's own reference is not a use.
+        let uses = Arc::strong_count(run) - 1;
+        if uses == 0 || 2 * uses >= run.blocks() {
+            return;
+        }
+        let mut own = Vec::new();
+        for (_, written) in self.blocks.range_mut(first..first + run.blocks() as u64) {
+            match written {
+                Written::InRun(other, index) if Arc::ptr_eq(other, run) => own.push((*index, written)),
+                _ => {}
+            }
+        }
+        // While clones use the run, copies would only need more memory.
+        if own.len() == uses {
+            own.into_iter()
+                .for_each(|(index, written)| *written = Written::Block(Arc::new(run.block(index))));
         }
     }
 
@@ -138,10 +224,8 @@ impl DiskPage {
             let (last, within) = (len / BLOCK_LEN as u64, len as usize % BLOCK_LEN);
             // Written bytes after the new end are dropped. They must not reappear if the page is extended again.
             self.blocks.split_off(&(last + u64::from(within > 0)));
-            if within > 0
-                && let Some(block) = self.blocks.get_mut(&last)
-            {
-                Arc::make_mut(block).forget(within..BLOCK_LEN);
+            if within > 0 && self.blocks.contains_key(&last) {
+                self.change_block(last, |block| block.forget(within..BLOCK_LEN));
             }
         }
         self.len = len;
@@ -195,7 +279,7 @@ impl DiskPage {
         Self { len, image: self.image.clone(), image_len, blocks, lineage, pending: self.pending.clone() }
     }
 
-    fn blocks_in(&self, bytes: &Range<u64>) -> impl Iterator<Item = (u64, &Arc<Block>)> {
+    fn blocks_in(&self, bytes: &Range<u64>) -> impl Iterator<Item = (u64, &Written)> {
         let numbers = bytes.start / BLOCK_LEN as u64..bytes.end.div_ceil(BLOCK_LEN as u64);
         // If `bytes` is empty, its computed last block may precede its first block.
         let numbers = numbers.start..numbers.end.max(numbers.start);
@@ -287,12 +371,97 @@ impl DiskPage {
         if now.number != then.number || now.in_image > then.writes {
             return;
         }
-        let is_in_image = |number: &u64, block: &Arc<Block>| {
-            gathered.blocks.get(number).is_some_and(|gathered| Arc::ptr_eq(gathered, block))
+        let is_in_image = |number: &u64, block: &Written| {
+            gathered.blocks.get(number).is_some_and(|gathered| gathered.is_same(block))
         };
         self.blocks.retain(|number, block| !is_in_image(number, block));
         (self.image_len, self.image) = (gathered.len, image);
         self.lineage.in_image = then.writes;
+    }
+}
+
+impl Written {
+    /// Returns whether two values are of the same write.
+    fn is_same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Block(block), Self::Block(other)) => Arc::ptr_eq(block, other),
+            (Self::InRun(run, index), Self::InRun(other, at)) => Arc::ptr_eq(run, other) && index == at,
+            _ => false,
+        }
+    }
+
+    /// Returns the ranges of written bytes in this block, relative to the page. `start` is the block's offset in the
+    /// page.
+    fn written_at(&self, start: u64) -> impl Iterator<Item = Range<u64>> {
+        let (block, whole) = match self {
+            Self::Block(block) => (Some(block.written_at(start)), None),
+            Self::InRun(..) => (None, Some(start..start + BLOCK_LEN as u64)),
+        };
+        block.into_iter().flatten().chain(whole)
+    }
+
+    /// Returns whether batches wrote every byte in `range`.
+    fn has(&self, range: Range<usize>) -> bool {
+        match self {
+            Self::Block(block) => block.has(range),
+            Self::InRun(..) => true,
+        }
+    }
+
+    /// Copies the written bytes of this block to `out`. `start` is the offset of the block in the page, and `offset` is
+    /// the offset of `out` in the page.
+    fn copy_to(&self, start: u64, out: &mut [u8], offset: u64) {
+        match self {
+            Self::Block(block) => block.copy_to(start, out, offset),
+            Self::InRun(run, index) => {
+                let (from, to) =
+                    (offset.max(start), (offset + out.len() as u64).min(start + BLOCK_LEN as u64));
+                if from < to {
+                    let bytes = &run.bytes_of(*index)[(from - start) as usize..(to - start) as usize];
+                    out[(from - offset) as usize..(to - offset) as usize].copy_from_slice(bytes);
+                }
+            }
+        }
+    }
+}
+
+impl Run {
+    fn new(bytes: &[u8], pending: Arc<PendingBytes>) -> Self {
+        let run = Self { bytes: bytes.into(), pending };
+        run.pending.add(run.byte_count());
+        run
+    }
+
+    fn blocks(&self) -> usize {
+        self.bytes.len() / BLOCK_LEN
+    }
+
+    /// Returns the number of bytes of host memory that the run occupies, at most [`BLOCK_BYTES`] for each block.
+    fn byte_count(&self) -> u64 {
+        (self.bytes.len() + self.blocks() * RUN_ENTRY_BYTES) as u64
+    }
+
+    fn bytes_of(&self, index: usize) -> &[u8] {
+        &self.bytes[index * BLOCK_LEN..][..BLOCK_LEN]
+    }
+
+    /// Copies a block.
+    fn block(&self, index: usize) -> Block {
+        let mut block = Block::new(self.pending.clone());
+        block.write(0, self.bytes_of(index));
+        block
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        self.pending.sub(self.byte_count());
+    }
+}
+
+impl std::fmt::Debug for Run {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Run").field("blocks", &self.blocks()).finish_non_exhaustive()
     }
 }
 

@@ -232,6 +232,44 @@ fn memory_and_files_are_counted() {
     assert_eq!(read_all(&page), [0; 3]);
 }
 
+/// Blocks that one write filled share memory. It is freed although later writes leave some of the blocks, and a clone
+/// does not change.
+#[test]
+fn blocks_of_long_writes_do_not_keep_each_others_memory() {
+    let (blocks, block) = (300, page::BLOCK_LEN);
+    let images = Images::new();
+    let mut page = images.pages.zeros((blocks * block) as u64);
+    let mut plain = vec![0; blocks * block];
+    let mut write = |page: &mut DiskPage, first: usize, count: usize, seed: u8| {
+        let (offset, bytes) = (first * block, drawn(seed, count * block));
+        plain[offset..offset + bytes.len()].copy_from_slice(&bytes);
+        let op = Op::Write { page: PAGE, offset: offset as u64, bytes: &bytes };
+        let needed = pending_bytes_of(&op);
+        let before = images.pages.pending_bytes();
+        page.apply(&op);
+        assert!(images.pages.pending_bytes() <= before + needed, "no more than was claimed");
+        assert_eq!(read_all(page), plain);
+        images.pages.pending_bytes()
+    };
+    let whole = write(&mut page, 0, blocks, 1);
+    assert!((whole as usize) < blocks * (block + 100), "{whole}");
+    let clone = page.clone();
+    let was = read_all(&clone);
+    // Each write leaves one block of the one before.
+    for first in 1..200 {
+        write(&mut page, first, blocks - first, first as u8);
+    }
+    assert_eq!(read_all(&clone), was);
+    drop(clone);
+    // Short writes leave every tenth block.
+    for number in (0..blocks).filter(|number| number % 10 > 0) {
+        let pending = write(&mut page, number, 1, 9);
+        assert!(pending as usize <= 3 * blocks * (block + 100), "{pending} after block {number}");
+    }
+    drop(page);
+    assert_eq!(images.pages.pending_bytes(), 0);
+}
+
 /// A committer waits while a snapshot that can free host memory is coming. Without such a snapshot, the claim fails.
 #[test]
 fn room_is_awaited_only_if_it_can_free_up() {

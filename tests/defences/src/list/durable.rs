@@ -93,7 +93,7 @@ pub const LIST: &[Defence] = &[
     check(
         "bytes after a page's end are discarded",
         DISK_PAGE,
-        "Arc::make_mut(block).forget(within..BLOCK_LEN);",
+        "self.change_block(last, |block| block.forget(within..BLOCK_LEN));",
         OF_DISK_PAGES,
     ),
     defence(
