@@ -150,6 +150,31 @@ pub trait ReadAt {
     /// Returns `UnexpectedEof` if the file ends before `out` is full, or an I/O error if the medium cannot be
     /// read.
     fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> std::io::Result<()>;
+
+    /// Allocates a buffer of `len` bytes, into which a walk of the log reads. The contents are unspecified. A reader of
+    /// long batches can provide memory that is touched faster for the first time.
+    ///
+    /// # Errors
+    /// Returns `OutOfMemory` if there is not enough memory for a buffer of more than 64 KiB. For a shorter buffer, the
+    /// process aborts.
+    fn allocate(&self, len: usize) -> std::io::Result<Vec<u8>> {
+        allocate(len)
+    }
+}
+
+/// Allocations up to this length, in bytes, abort the process if they fail; longer ones return an error. A search skips
+/// headers that cannot be read. If the allocation for a header returned an error, the search would skip a valid frame.
+pub(crate) const NEVER_REFUSED_LEN: usize = 64 << 10;
+
+/// Allocates a buffer with the global allocator.
+pub(crate) fn allocate(len: usize) -> std::io::Result<Vec<u8>> {
+    if len <= NEVER_REFUSED_LEN {
+        return Ok(vec![0; len]);
+    }
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(len).map_err(|_| std::io::ErrorKind::OutOfMemory)?;
+    bytes.resize(len, 0);
+    Ok(bytes)
 }
 
 #[cfg(test)]

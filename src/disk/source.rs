@@ -8,12 +8,20 @@ use std::sync::Arc;
 use remanent_format::{Damage, Defect, FileName, Folder, ReadAt};
 
 use crate::base::sync::Mutex;
+use crate::base::{huge_pages, parallel};
 use crate::disk::{Disk, DiskFile};
 use crate::error::Error;
 
 /// The maximum number of files that one source keeps open. Keeping all files of a long history open would exceed the
 /// process's limit.
 const FILES_OPEN_MAX: usize = 64;
+
+/// The minimum length in bytes of a read that several threads share. Only batches of this length are read at once.
+const SPLIT_LEN_MIN: usize = 16 << 20;
+/// The number of bytes that a thread reads at a time.
+const SPLIT_LEN: usize = 2 << 20;
+/// The maximum number of threads that share a read.
+const READERS_MAX: usize = 8;
 
 /// A reader of a store directory for the decoders of the format crate. The source keeps some files open between reads.
 pub(crate) struct DiskSource {
@@ -145,9 +153,14 @@ impl ReadAt for DiskSource {
         }
     }
 
+    fn allocate(&self, len: usize) -> io::Result<Vec<u8>> {
+        huge_pages::allocate(len)
+    }
+
     fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
         let open = self.file(file).map_err(to_io)?;
         let read = match self.way {
+            ReadPath::Visible if out.len() >= SPLIT_LEN_MIN => read_by_threads(&*open, offset, out),
             ReadPath::Visible => open.read_at(offset, out),
             ReadPath::BypassingCache => open.read_bypassing_cache(offset, out),
             ReadPath::Proven => open.read_proven(offset, out),
@@ -165,6 +178,14 @@ impl ReadAt for DiskSource {
     }
 }
 
+/// Reads a long range with several threads, which also share the page faults of memory that is touched for the first
+/// time.
+fn read_by_threads(file: &dyn DiskFile, offset: u64, out: &mut [u8]) -> Result<(), Error> {
+    let pieces = (offset..).step_by(SPLIT_LEN).zip(out.chunks_mut(SPLIT_LEN));
+    let read = |(offset, piece): (u64, &mut [u8])| file.read_at(offset, piece);
+    parallel::for_each(parallel::threads(READERS_MAX), pieces, read).map(drop)
+}
+
 fn to_io(error: Error) -> io::Error {
     let kind = match &error {
         // The error number is preserved, so that a decoder can distinguish a shortage of memory or file handles from a
@@ -176,4 +197,32 @@ fn to_io(error: Error) -> io::Error {
         _ => io::ErrorKind::Other,
     };
     io::Error::new(kind, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::sim_disk::SimDisk;
+
+    #[test]
+    fn long_reads_return_the_same_bytes_or_errors() {
+        let bytes: Vec<u8> =
+            (0..SPLIT_LEN_MIN + 5 * SPLIT_LEN).map(|at| (at / 3 + at / 70_001) as u8).collect();
+        let (disk, file) = (SimDisk::new(), FileName::Segment(1));
+        disk.make_folder(Folder::Log).unwrap();
+        disk.create(file).unwrap().write_at(0, &bytes).unwrap();
+        let source = DiskSource::new(Arc::new(disk));
+        for (offset, len) in
+            [(0, bytes.len()), (77, SPLIT_LEN_MIN), (SPLIT_LEN + 1, SPLIT_LEN_MIN + 3), (5, 9)]
+        {
+            let mut read = source.allocate(len).unwrap();
+            source.read_at(file, offset as u64, &mut read).unwrap();
+            assert!(read == bytes[offset..offset + len], "{len} bytes at {offset}");
+        }
+        let mut read = vec![0; SPLIT_LEN_MIN];
+        let after_end = (bytes.len() - SPLIT_LEN_MIN + 1) as u64;
+        let error = source.read_at(file, after_end, &mut read).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+        assert!(source.read_at(FileName::Segment(2), 0, &mut read).is_err());
+    }
 }

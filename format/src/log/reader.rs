@@ -9,7 +9,7 @@ use crate::defect::Defect;
 use crate::frame::{FRAME_MAGIC, FrameHeaderRaw, UncheckedFrame};
 use crate::ids::StoreId;
 use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
-use crate::names::{FileName, ReadAt};
+use crate::names::{FileName, NEVER_REFUSED_LEN, ReadAt, allocate};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
 /// Minimum length of a read, in bytes. Shorter reads would fit into the L2 cache, but copying from the page cache would
@@ -67,20 +67,10 @@ impl<'s, B> Reading<'s, B> {
     }
 }
 
-/// Allocations up to this length, in bytes, abort the process if they fail; longer ones return an error. A search skips
-/// headers that cannot be read. If the allocation for a header returned an error, the search would skip a valid frame.
-const NEVER_REFUSED_LEN: usize = FIRST_READ_LEN as usize;
+const _: () = assert!(FIRST_READ_LEN as usize <= NEVER_REFUSED_LEN, "a search must not skip a header");
 
 /// The allocation function that uses the global allocator.
-pub(super) const ORDINARY: AllocateBuffer<'static, Vec<u8>> = &|len| {
-    if len <= NEVER_REFUSED_LEN {
-        return Ok(vec![0; len]);
-    }
-    let mut bytes = Vec::new();
-    bytes.try_reserve_exact(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
-    bytes.resize(len, 0);
-    Ok(bytes)
-};
+pub(super) const ORDINARY: AllocateBuffer<'static, Vec<u8>> = &allocate;
 
 /// A buffered reader of one segment. The buffer is reused unless a caller still shares it.
 pub(super) struct SegmentReader<'s, B = Vec<u8>> {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::defect::{Damage, Defect, check_limit};
 use crate::frame::{FrameHeader, FrameKind, VerifiedSnapshot};
 use crate::ids::{LogPoint, Lsn, PageId, SnapshotId};
-use crate::log::{Frame, LogEnd, LogWalk};
+use crate::log::{Frame, LogEnd, LogWalk, Reading};
 use crate::manifest::{Manifest, ManifestKind, SingleThread, WorkPool};
 use crate::names::{FileName, ReadAt};
 use crate::op::{Op, OpAt, decode_payload};
@@ -250,7 +250,9 @@ impl Survey {
         if base.is_some_and(|manifest| Some(manifest.redo.lsn) == until) {
             return following.finish_at_base();
         }
-        let walk = LogWalk::new(source, &self.log, following.start(), self.mark())?;
+        let allocate = |len| source.allocate(len);
+        let reading = Reading::single_threaded(&allocate);
+        let walk = LogWalk::reading_into(source, &self.log, following.start(), self.mark(), reading)?;
         // Only a walk to the end of the log may share its outcome.
         let mut walk = if until.is_none() { walk.sharing_outcomes() } else { walk };
         while until.is_none_or(|until| walk.point().lsn < until) {
