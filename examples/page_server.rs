@@ -43,7 +43,7 @@ mod pages {
         let store = Options::new().device(DeviceChoice::Host).open_temporary()?;
         store.put(Key::new("weights")?, vec![7; LEN], Place::Host)?;
 
-        let agent = nixl.agent(&AgentOptions::new("server"))?;
+        let agent = nixl.agent(&AgentOptions::new("server").polled())?;
         let metadata: String = agent.metadata()?.iter().map(|byte| format!("{byte:02x}")).collect();
         let program = std::env::current_exe().expect("the path of this program");
         // UCX reads its variables when it is loaded, so they are set before the process starts.
@@ -70,7 +70,7 @@ mod pages {
     pub fn fetch(metadata: &str) -> Result<()> {
         let byte = |at| u8::from_str_radix(&metadata[at..at + 2], 16).expect("two digits");
         let metadata: Vec<u8> = (0..metadata.len()).step_by(2).map(byte).collect();
-        let agent = Nixl::load()?.agent(&AgentOptions::new("client"))?;
+        let agent = Nixl::load()?.agent(&AgentOptions::new("client").polled())?;
         let mut client = PageClient::connect(agent, &metadata, LEN as u64)?;
         let weights = client.fetch_key("weights")?.expect("the page of the server");
         assert_eq!(weights.bytes, vec![7; LEN]);

@@ -1,13 +1,16 @@
 //! `remanent-bench nixl` measures how fast a process fetches pages from the store of another process.
 
+use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use remanent::nixl::{Agent, AgentOptions, HostBuffer, Nixl, PageClient, PageServer, RemoteRegion};
-use remanent::{DeviceChoice, PageId, Place};
+use remanent::nixl::{
+    Agent, AgentOptions, HostBuffer, Nixl, PageClient, PageServer, Peer, Region, RemoteRegion, Transfer,
+};
+use remanent::{DeviceChoice, Lease, PageId, Place, Store};
 use remanent_tools::shared::engine::engine_failure;
 use remanent_tools::shared::exit::{Ending, Failure, Outcome};
 use remanent_tools::shared::output::Output;
@@ -21,12 +24,15 @@ use crate::{Common, Measure, transfer};
 const EXAMPLES: &str = "\
 Requires the NIXL library (pip install --no-deps nixl-cu12==1.5.1). Of two processes on this machine, one serves the \
 pages of a store in host memory, and the other fetches and verifies them. The ceiling is a loop in which the serving \
-process writes the same number of buffers of the same length with the library, without a store, checksums or requests. \
-UCX selects the transport; the environment variable UCX_TLS limits the choice.
+process writes the same pages to the other process with the library, with as many writes in flight as the client has \
+requests, but without requests, checksums or further registrations. UCX selects the transport; the environment variable UCX_TLS limits the choice.
 
 Examples:
   remanent-bench nixl /dev/shm
   UCX_TLS=tcp,self remanent-bench nixl /dev/shm --page-len 64KiB";
+
+/// Number of writes in flight in the loop, each to another part of its target. A page client has as many slots.
+const IN_FLIGHT: u64 = 4;
 
 /// Fetches of pages from the store of another process with NIXL
 #[derive(clap::Args)]
@@ -74,11 +80,14 @@ impl Measure for NixlBench {
         let mut server = Server::start(self, room)?;
         let metadata = decoded(&server.line()?)?;
         let nixl = Nixl::load()?;
-        let mut client =
-            PageClient::connect(nixl.agent(&AgentOptions::new("client"))?, &metadata, self.page_len.0)?;
+        let mut client = PageClient::connect(
+            nixl.agent(&AgentOptions::new("client").polled())?,
+            &metadata,
+            self.page_len.0,
+        )?;
         // The target of the loop has its own agent, because a client needs exclusive use of its agent.
         let raw = nixl.agent(&AgentOptions::new("raw"))?;
-        let target = raw.register(HostBuffer::new(self.page_len.0 as usize)?)?;
+        let target = raw.register(HostBuffer::new((IN_FLIGHT * self.page_len.0) as usize)?)?;
         server.send(&format!("{} {}", encoded(&raw.metadata()?), encoded(&target.describe().to_bytes())))?;
         let pages: Vec<PageId> = (1..=self.pages()).map(PageId).collect();
         let bytes = (self.pages() * self.page_len.0) as f64;
@@ -202,7 +211,7 @@ impl PageServerWorker {
             store.commit(batch).map_err(engine_failure)?;
         }
         let nixl = Nixl::load().map_err(engine_failure)?;
-        let agent = nixl.agent(&AgentOptions::new("server")).map_err(engine_failure)?;
+        let agent = nixl.agent(&AgentOptions::new("server").polled()).map_err(engine_failure)?;
         out.line(format_args!("{}", encoded(&agent.metadata().map_err(engine_failure)?)))?;
         out.flush()?;
         let is_over = AtomicBool::new(false);
@@ -214,7 +223,7 @@ impl PageServerWorker {
                 }
                 Ok::<(), remanent::Error>(())
             });
-            let written = self.write(&nixl, out);
+            let written = self.write(&nixl, &store, out);
             is_over.store(true, Ordering::Relaxed);
             serving.join().expect("the server does not panic").map_err(engine_failure)?;
             written
@@ -223,8 +232,8 @@ impl PageServerWorker {
         Ok(Ending::Fine)
     }
 
-    /// Writes all buffers to the region in the first command, once for each further command.
-    fn write(&self, nixl: &Nixl, out: &mut Output) -> Result<(), Failure> {
+    /// Writes all pages to the region in the first command, once for each further command.
+    fn write(&self, nixl: &Nixl, store: &Store, out: &mut Output) -> Result<(), Failure> {
         let mut commands = std::io::stdin().lines();
         let mut next =
             || commands.next().transpose().map_err(|error| Failure::Environment(error.to_string()));
@@ -232,30 +241,37 @@ impl PageServerWorker {
         let (metadata, region) = target.split_once(' ').unwrap_or_default();
         let agent = nixl.agent(&AgentOptions::new("writer")).map_err(engine_failure)?;
         let peer = agent.load_peer(&decoded(metadata)?).map_err(engine_failure)?;
-        let region = RemoteRegion::from_bytes(&decoded(region)?).map_err(engine_failure)?;
-        let buffer = HostBuffer::new((self.pages * self.page_len) as usize).map_err(engine_failure)?;
-        let source = agent.register(buffer).map_err(engine_failure)?;
+        let target = RemoteRegion::from_bytes(&decoded(region)?).map_err(engine_failure)?;
+        let register = |page| agent.register(store.lease(PageId(page))?);
+        let pages: Vec<Region<Lease<'_>>> =
+            (1..=self.pages).map(register).collect::<remanent::Result<_>>().map_err(engine_failure)?;
         while next()?.is_some() {
             let started = Instant::now();
-            for page in 0..self.pages {
-                self.write_one(&agent, &peer, &source, &region, page).map_err(engine_failure)?;
-            }
+            self.write_all(&agent, &peer, &pages, &target).map_err(engine_failure)?;
             out.line(format_args!("{}", started.elapsed().as_secs_f64()))?;
             out.flush()?;
         }
         Ok(())
     }
 
-    fn write_one(
+    fn write_all(
         &self,
         agent: &Agent,
-        peer: &remanent::nixl::Peer,
-        source: &remanent::nixl::Region<HostBuffer>,
+        peer: &Peer,
+        pages: &[Region<Lease<'_>>],
         target: &RemoteRegion,
-        page: u64,
     ) -> remanent::Result<()> {
-        let from = source.range(page * self.page_len, self.page_len)?;
-        agent.write(peer, &[(from, target.range(0, self.page_len)?)], None)?.wait()
+        let mut in_flight: VecDeque<Transfer<'_>> = VecDeque::new();
+        for (page, slot) in pages.iter().zip((0..IN_FLIGHT).cycle()) {
+            if in_flight.len() as u64 == IN_FLIGHT
+                && let Some(oldest) = in_flight.pop_front()
+            {
+                oldest.wait()?;
+            }
+            let to = target.range(slot * self.page_len, self.page_len)?;
+            in_flight.push_back(agent.write(peer, &[(page.range(0, self.page_len)?, to)], None)?);
+        }
+        in_flight.into_iter().try_for_each(Transfer::wait)
     }
 }
 

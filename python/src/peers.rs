@@ -42,7 +42,7 @@ fn load(py: Python<'_>) -> PyResult<Nixl> {
 fn agent(py: Python<'_>, name: &str, timeout: f64) -> PyResult<Agent> {
     let nixl = load(py)?;
     let timeout = seconds(Some(timeout))?.unwrap_or_default();
-    let options = AgentOptions::new(name).timeout(timeout);
+    let options = AgentOptions::new(name).timeout(timeout).polled();
     py.detach(|| nixl.agent(&options)).or_raise(py, None)
 }
 

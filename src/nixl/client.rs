@@ -44,14 +44,14 @@ pub struct FetchedPage {
 
 /// Fetches pages from a [`PageServer`](super::PageServer) of another process or host.
 ///
-/// An agent can be used by one client at a time. Each page arrives with its epoch and checksum. If the bytes do not
-/// match the checksum, the client fetches the page again.
+/// An agent can be used by one client at a time. A [polled](super::AgentOptions::polled) agent is faster. Each page
+/// arrives with its epoch and checksum. If the bytes do not match the checksum, the client fetches the page again.
 ///
 /// ```no_run
 /// use remanent::PageId;
 /// use remanent::nixl::{AgentOptions, Nixl, PageClient};
 /// # fn receive() -> Vec<u8> { Vec::new() }
-/// let agent = Nixl::load()?.agent(&AgentOptions::new("client"))?;
+/// let agent = Nixl::load()?.agent(&AgentOptions::new("client").polled())?;
 /// let mut client = PageClient::connect(agent, &receive(), 2 << 20)?; // with the metadata of the server's agent
 /// if let Some(weights) = client.fetch_key("weights")? {
 ///     println!("epoch {} of {} bytes", weights.epoch, weights.bytes.len());
@@ -233,7 +233,8 @@ impl PageClient {
         let mut todo: VecDeque<(usize, u32)> = (0..names.len()).map(|index| (index, 1)).collect();
         let mut slots: Vec<u64> = (0..SLOTS).collect();
         let mut pending: BTreeMap<u64, Pending> = BTreeMap::new();
-        let mut failure = None;
+        let mut answers: VecDeque<Message> = VecDeque::new();
+        let (mut verified, mut failure) = (None, None);
         loop {
             while failure.is_none()
                 && let Some(slot) = slots.pop()
@@ -248,25 +249,31 @@ impl PageClient {
                 pending.insert(id, Pending { index, slot, attempt });
                 self.send(&Message::Fetch { id, name, offset, len: self.page_len_max })?;
             }
+            if let Some((index, page)) = verified.take() {
+                each(index, page);
+            }
             if pending.is_empty() {
                 self.is_fetching = false;
                 return failure.map_or(Ok(()), Err);
             }
-            for answer in self.answers(|answer| pending.contains_key(&answer.id()))? {
-                let Some(Pending { index, slot, attempt }) = pending.remove(&answer.id()) else { continue };
-                slots.push(slot);
-                match self.arrived(&answer, slot, &names[index]) {
-                    Ok(Some(page)) => each(index, page),
-                    Ok(None) => {}
-                    Err(Error::Nixl(error))
-                        if matches!(*error, NixlError::Corrupted { .. }) && attempt < ATTEMPTS =>
-                    {
-                        tracing::warn!(%error, attempt, "fetching a page again");
-                        todo.push_back((index, attempt + 1));
-                    }
-                    // The other requests are still awaited, because their bytes arrive in any case.
-                    Err(error) => failure = failure.or(Some(error)),
+            // Answers are handled one by one. The next request for the slot of a page is sent before the caller gets the
+            // page, so the server writes pages while the client copies, verifies and uses others.
+            if answers.is_empty() {
+                answers.extend(self.answers(|answer| pending.contains_key(&answer.id()))?);
+            }
+            let Some(answer) = answers.pop_front() else { continue };
+            let Some(Pending { index, slot, attempt }) = pending.remove(&answer.id()) else { continue };
+            slots.push(slot);
+            match self.arrived(&answer, slot, &names[index]) {
+                Ok(page) => verified = page.map(|page| (index, page)),
+                Err(Error::Nixl(error))
+                    if matches!(*error, NixlError::Corrupted { .. }) && attempt < ATTEMPTS =>
+                {
+                    tracing::warn!(%error, attempt, "fetching a page again");
+                    todo.push_back((index, attempt + 1));
                 }
+                // The other requests are still awaited, because their bytes arrive in any case.
+                Err(error) => failure = failure.or(Some(error)),
             }
         }
     }

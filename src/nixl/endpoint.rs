@@ -21,6 +21,7 @@ pub struct AgentOptions {
     name: String,
     backends: Vec<Backend>,
     timeout: Duration,
+    is_polled: bool,
 }
 
 impl AgentOptions {
@@ -28,7 +29,7 @@ impl AgentOptions {
     /// seconds.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
-        Self { name: name.into(), backends: vec![Backend::ucx()], timeout: TIMEOUT }
+        Self { name: name.into(), backends: vec![Backend::ucx()], timeout: TIMEOUT, is_polled: false }
     }
 
     /// Sets the backends. Memory is registered with each backend that supports its kind.
@@ -42,6 +43,18 @@ impl AgentOptions {
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
+        self
+    }
+
+    /// Creates the agent without a thread that makes progress in the background. The agent then makes progress only in
+    /// calls: of a [`PageServer`](super::PageServer) or [`PageClient`](super::PageClient), which poll, of
+    /// [`Agent::notifications`](super::Agent::notifications), or of its transfers. This is faster, because the thread
+    /// waits actively for a lock that is held while bytes are copied.
+    ///
+    /// Do not use this setting if peers connect to the agent, or access its memory, while it makes no such calls.
+    #[must_use]
+    pub fn polled(mut self) -> Self {
+        self.is_polled = true;
         self
     }
 }
@@ -135,13 +148,13 @@ impl Endpoint {
     /// # Errors
     /// `InvalidName`, `Failed`; errors of the system.
     pub fn create(library: &'static Library, options: &AgentOptions) -> Result<Self> {
-        let AgentOptions { name, backends, timeout } = options;
+        let AgentOptions { name, backends, timeout, is_polled } = options;
         checked("agent name", name, NAME_LEN_MAX)?;
         // Two agents with the same name cannot reach each other. A peer would also mistake a restarted agent for the
         // previous one of the same name.
         let name = format!("{name}-{:016x}", random()?);
         let raw_name = checked("agent name", &name, usize::MAX)?;
-        let config = AgentConfig::shared();
+        let config = AgentConfig::shared(!is_polled);
         let mut raw: Raw = std::ptr::null_mut();
         // SAFETY: the pointers point to live values.
         unsafe { library.create_agent(raw_name.as_ptr(), &config, &mut raw) }

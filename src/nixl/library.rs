@@ -75,12 +75,12 @@ pub(super) struct AgentConfig {
 }
 
 impl AgentConfig {
-    /// Returns the configuration of an agent that any thread may use. Its progress thread sleeps between rounds;
+    /// Returns the configuration of an agent that any thread may use. A progress thread sleeps between rounds;
     /// otherwise it would use a core even without transfers.
-    pub fn shared() -> Self {
+    pub fn shared(has_progress_thread: bool) -> Self {
         const STRICT: c_uint = 1;
         Self {
-            has_progress_thread: true,
+            has_progress_thread,
             has_listen_thread: false,
             listen_port: 0,
             thread_sync: STRICT,

@@ -20,7 +20,7 @@ use crate::error::Result;
 /// ```no_run
 /// use remanent::nixl::{AgentOptions, Nixl, PageClient};
 /// # fn receive() -> Vec<u8> { Vec::new() }
-/// let agent = Nixl::load()?.agent(&AgentOptions::new("replica"))?;
+/// let agent = Nixl::load()?.agent(&AgentOptions::new("replica").polled())?;
 /// let mut client = PageClient::connect(agent, &receive(), 2 << 20)?; // with the metadata of the server's agent
 /// let mut replica = client.replica()?;
 /// loop {

@@ -39,7 +39,7 @@ const CHECKSUMS_MAX: usize = 1 << 16;
 /// use remanent::nixl::{AgentOptions, Nixl, PageServer};
 /// # fn send(_: Vec<u8>) {}
 /// # let store = remanent::Store::temporary()?;
-/// let agent = Nixl::load()?.agent(&AgentOptions::new("server"))?;
+/// let agent = Nixl::load()?.agent(&AgentOptions::new("server").polled())?;
 /// send(agent.metadata()?); // to clients
 /// let mut server = PageServer::new(agent, &store);
 /// loop {
@@ -73,7 +73,8 @@ struct Source<'s> {
 }
 
 impl<'s> PageServer<'s> {
-    /// Creates a server for the pages of `store`. An agent can be used by one server at a time.
+    /// Creates a server for the pages of `store`. An agent can be used by one server at a time. A
+    /// [polled](super::AgentOptions::polled) agent is faster.
     #[must_use]
     pub fn new(agent: Agent, store: &'s Store) -> Self {
         Self { agent, store, clients: HashMap::new(), checksums: HashMap::new() }

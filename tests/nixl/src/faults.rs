@@ -4,6 +4,8 @@ use std::ffi::{CStr, c_char, c_int};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::network;
+
 /// The function of which a call will fail, the number of its calls until then, and the status that the call returns.
 static ARMED: Mutex<Option<(String, u64, c_int)>> = Mutex::new(None);
 /// The number of status calls for which a transfer stays in flight. `u64::MAX` means forever.
@@ -77,4 +79,10 @@ pub extern "C" fn fake_nixl_flip(transfers: u64) {
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_nixl_alive() -> u64 {
     ALIVE.load(Ordering::SeqCst)
+}
+
+/// Returns the number of agents with a progress thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_nixl_progress_threads() -> u64 {
+    network::progress_threads()
 }

@@ -177,8 +177,7 @@ pub unsafe extern "C" fn nixl_capi_create_configured_agent(
     call("nixl_capi_create_configured_agent", || {
         // SAFETY: the caller follows the rules of NIXL.
         let config = unsafe { &*config };
-        let is_expected = config.has_progress_thread
-            && !config.has_listen_thread
+        let is_expected = !config.has_listen_thread
             && config.listen_port == 0
             && config.thread_sync == 1
             && config.workers == 1
@@ -190,6 +189,7 @@ pub unsafe extern "C" fn nixl_capi_create_configured_agent(
         if !is_expected || name.is_empty() || !network::add(&name) {
             return status::INVALID_PARAM;
         }
+        network::with(&name, |agent| agent.has_progress_thread = config.has_progress_thread);
         // SAFETY: as above.
         unsafe { create(Object::Agent(name), handle) }
     })

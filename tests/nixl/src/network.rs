@@ -45,6 +45,7 @@ pub type Messages = BTreeMap<Vec<u8>, Vec<Vec<u8>>>;
 /// An agent.
 #[derive(Default)]
 pub struct Agent {
+    pub has_progress_thread: bool,
     pub backends: Vec<String>,
     pub registered: Registered,
     /// The registered memory of peers, as of their newest metadata.
@@ -61,6 +62,11 @@ pub fn add(name: &[u8]) -> bool {
 
 pub fn remove(name: &[u8]) {
     assert!(AGENTS.lock().unwrap().remove(name).is_some(), "the agent is destroyed twice");
+}
+
+/// Returns the number of agents with a progress thread.
+pub fn progress_threads() -> u64 {
+    AGENTS.lock().unwrap().values().filter(|agent| agent.has_progress_thread).count() as u64
 }
 
 /// Calls `work` with an agent, which must exist.

@@ -77,6 +77,13 @@ impl Ground {
         alive()
     }
 
+    /// Returns the number of agents with a progress thread.
+    pub fn progress_threads(&self) -> u64 {
+        // SAFETY: as above.
+        let threads: Symbol<extern "C" fn() -> u64> = unsafe { self.own(b"fake_nixl_progress_threads") };
+        threads()
+    }
+
     /// Looks up a function of the simulated library.
     ///
     /// # Safety

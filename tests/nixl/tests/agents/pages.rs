@@ -1,10 +1,10 @@
 //! Page servers and page clients, on the simulated library.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use remanent::nixl::{Agent, AgentOptions, NixlError, PageClient, PageServer, PeerReplica};
+use remanent::nixl::{Agent, AgentOptions, FetchedPage, NixlError, PageClient, PageServer, PeerReplica};
 use remanent::options::SnapshotSchedule;
 use remanent::{DeviceChoice, Epoch, Error, Key, Options, PageId, PageInfo, Place, Store};
 
@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const ROOM: u64 = 8192;
 
 fn patient(ground: &Ground, name: &str) -> Agent {
-    ground.nixl.agent(&AgentOptions::new(name).timeout(PATIENCE)).unwrap()
+    ground.nixl.agent(&AgentOptions::new(name).timeout(PATIENCE).polled()).unwrap()
 }
 
 /// Calls `work` with a client while a server of the store answers in another thread. Calls `between` after each call of
@@ -151,6 +151,47 @@ fn damaged_page_is_fetched_again_and_then_reported() {
             assert_eq!(client.fetch(id).unwrap().bytes, bytes);
         },
     );
+}
+
+#[test]
+fn next_page_is_sent_while_caller_uses_earlier_one() {
+    let (ground, _turn) = Ground::get();
+    let store = store(DeviceChoice::Host);
+    // Twice as many pages as a client requests at a time, so each slot is used again.
+    let contents: [Vec<u8>; 8] = std::array::from_fn(|seed| pattern(4096, seed as u64));
+    let pages: Vec<PageId> = contents.iter().map(|bytes| page(&store, bytes, Place::Host)).collect();
+    let sent = AtomicU64::new(0);
+    let count = |more| {
+        sent.fetch_add(more, Ordering::SeqCst);
+    };
+    let work = |client: &mut PageClient| {
+        let (mut calls, mut fetched) = (0, vec![None; pages.len()]);
+        let each = |index: usize, page: FetchedPage| {
+            calls += 1;
+            let expected = (calls + 4).min(pages.len() as u64);
+            let started = Instant::now();
+            while sent.load(Ordering::SeqCst) < expected && started.elapsed() < PATIENCE / 4 {
+                std::thread::yield_now();
+            }
+            assert!(sent.load(Ordering::SeqCst) >= expected, "the server waits for the caller");
+            assert_eq!(page.bytes, contents[index], "a page was overwritten by the next one in its slot");
+            fetched[index] = Some(page.bytes);
+        };
+        client.fetch_many(&pages, each).unwrap();
+        assert!(fetched.iter().zip(&contents).all(|(fetched, bytes)| fetched.as_ref() == Some(bytes)));
+    };
+    with_server(ground, &store, count, work);
+}
+
+#[test]
+fn polled_agent_has_no_progress_thread() {
+    let (ground, _turn) = Ground::get();
+    let before = ground.progress_threads();
+    let polled = patient(ground, "polled");
+    assert_eq!(ground.progress_threads(), before);
+    let other = ground.agent("other");
+    assert_eq!(ground.progress_threads(), before + 1);
+    drop((polled, other));
 }
 
 /// Replaces the contents of both pages in one batch.

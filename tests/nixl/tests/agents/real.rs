@@ -74,6 +74,11 @@ fn agent(name: &str) -> Agent {
     Nixl::load().unwrap().agent(&AgentOptions::new(name).timeout(PATIENCE)).unwrap()
 }
 
+/// Returns an agent without a progress thread, for a page server or a page client.
+fn polled(name: &str, timeout: Duration) -> Agent {
+    Nixl::load().unwrap().agent(&AgentOptions::new(name).timeout(timeout).polled()).unwrap()
+}
+
 fn received(agent: &Agent) -> Notification {
     wait("a notification", || agent.notifications().unwrap().pop())
 }
@@ -280,7 +285,7 @@ fn child_serves_pages() {
         let key = format!("page {seed}");
         store.put(Key::new(&key).unwrap(), pattern(PAGE_LEN as usize, seed), Place::Host).unwrap();
     }
-    let agent = agent("server");
+    let agent = polled("server", PATIENCE);
     publish(&folder, "server", &agent.metadata().unwrap());
     let mut server = PageServer::new(agent, &store);
     while !folder.join("end").exists() {
@@ -291,7 +296,8 @@ fn child_serves_pages() {
 #[test]
 fn child_fetches_pages() {
     let Some(folder) = folder() else { return };
-    let mut client = PageClient::connect(agent("client"), &published(&folder, "server"), PAGE_LEN).unwrap();
+    let mut client =
+        PageClient::connect(polled("client", PATIENCE), &published(&folder, "server"), PAGE_LEN).unwrap();
     let mut pages = Vec::new();
     for seed in 0..PAGES {
         let page = client.fetch_key(format!("page {seed}")).unwrap().unwrap();
@@ -309,8 +315,8 @@ fn child_fetches_pages() {
 #[test]
 fn child_loses_its_server() {
     let Some(folder) = folder() else { return };
-    let agent = Nixl::load().unwrap().agent(&AgentOptions::new("client").timeout(Duration::from_secs(10)));
-    let mut client = PageClient::connect(agent.unwrap(), &published(&folder, "server"), PAGE_LEN).unwrap();
+    let agent = polled("client", Duration::from_secs(10));
+    let mut client = PageClient::connect(agent, &published(&folder, "server"), PAGE_LEN).unwrap();
     let page = client.fetch_key("page 0").unwrap().unwrap().page;
     publish(&folder, "fetched", b"");
     published(&folder, "killed");
