@@ -16,6 +16,7 @@ use crate::line::{
 };
 use crate::local::{FenceRecord, LocalStore};
 use crate::object::{BatchPoint, KeptSnapshot, Part};
+use crate::read_ahead::ReadAhead;
 
 /// Number of attempts to read a state. Each failed attempt was overtaken by a boundary.
 const READ_ATTEMPTS: u32 = 6;
@@ -54,6 +55,7 @@ pub async fn push<B: Bucket, N: Nonces>(
     directory: &mut ArchivedDirectory,
     takeover: Takeover,
 ) -> Result<Pushed> {
+    directory.check_fetched()?;
     let mut line = Line::new(archive);
     line.find().await?;
     line.check_lineage(directory, takeover)?;
@@ -169,8 +171,34 @@ pub async fn restore<B: Bucket, N: Nonces>(
     archive: Archive<'_, B, N>,
     target: &RestoreTarget,
 ) -> Result<RestoredEnd> {
+    restore_files(archive, target, false).await
+}
+
+/// Restores the end of an archive like [`restore`], but without the contents of image files. The log, manifests and
+/// tables are restored. An open of the directory with the archive fetches the images when pages are read, and all others
+/// in the background. Until then, the directory can only be opened with the archive, for writing.
+///
+/// The archive is claimed, so that the data objects which the directory lacks are kept until they are fetched, unless
+/// another directory claims the archive.
+///
+/// # Errors
+/// Returns the errors of [`restore`].
+pub async fn restore_on_demand<B: Bucket, N: Nonces>(
+    archive: Archive<'_, B, N>,
+    target: &RestoreTarget,
+) -> Result<RestoredEnd> {
+    let bucket = ReadAhead::new(archive.bucket);
+    let archive = Archive { bucket: &bucket, nonces: archive.nonces, rules: archive.rules };
+    restore_files(archive, target, true).await
+}
+
+async fn restore_files<B: Bucket, N: Nonces>(
+    archive: Archive<'_, B, N>,
+    target: &RestoreTarget,
+    is_on_demand: bool,
+) -> Result<RestoredEnd> {
     let mut line = Line::new(archive);
-    line.find().await?;
+    line.find_to_read().await?;
     let store = line.store().ok_or(Error::Empty)?;
     // The nonce is made durable before it is used (rule 5).
     let nonce = archive.nonces.draw();
@@ -178,13 +206,13 @@ pub async fn restore<B: Bucket, N: Nonces>(
     let claim = line.claim(nonce).await?;
     target.record_claim(store, claim)?;
     for _ in 0..READ_ATTEMPTS {
-        let mut state = target.begin()?;
+        let mut state = target.begin(is_on_demand)?;
         match line.read_state(&mut state).await {
             Ok(end) => {
                 state.finish(&end, Some(claim))?;
                 return Ok(end);
             }
-            Err(Error::Overtaken { .. }) => line.find().await?,
+            Err(Error::Overtaken { .. }) => line.find_to_read().await?,
             Err(error) => return Err(error),
         }
     }
@@ -208,14 +236,14 @@ pub async fn copy<B: Bucket, N: Nonces>(
     let store = line.store().ok_or(Error::Empty)?;
     target.record_copy(store)?;
     for _ in 0..READ_ATTEMPTS {
-        let mut state = target.begin()?;
+        let mut state = target.begin(false)?;
         let read = match at.filter(|at| *at < line.archived().lsn) {
             Some(at) => line.read_state_through(at, &mut state).await,
             None => line.read_state(&mut state).await,
         };
         let read = match read {
             Err(Error::CutTooOld { .. }) => {
-                state = target.begin()?;
+                state = target.begin(false)?;
                 line.read_state(&mut state).await
             }
             read => read,

@@ -85,6 +85,11 @@ pub enum Defect {
     /// A file that must exist does not exist.
     #[error("missing")]
     Missing,
+    /// Parts of image files exist only in the archive of the store.
+    #[error(
+        "parts of image files are only in the archive; open the store with `Options::archive`, which fetches them"
+    )]
+    Unfetched,
     /// An allocation for the bytes failed. Either the bytes are intact and memory is short, or their recorded length is
     /// corrupt.
     #[error("cannot allocate {needed} bytes")]

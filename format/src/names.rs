@@ -46,6 +46,9 @@ pub enum FileName {
     /// `ARCHIVE`, the fences that this directory created in the archive of its store, and the last batches that it
     /// archived. Opens and tools only list this file.
     Archive,
+    /// `UNFETCHED`, the parts of image files that a restore on demand has not fetched yet. The directory is a store only
+    /// together with its archive until this file is removed.
+    Unfetched,
     /// `log/<n>.log`, a segment of the log.
     Segment(u64),
     /// `log/<n>.spare`, a segment file that is kept for reuse.
@@ -67,7 +70,11 @@ impl FileName {
     #[must_use]
     pub const fn folder(self) -> Folder {
         match self {
-            FileName::Store | FileName::Lock | FileName::Readers | FileName::Archive => Folder::Root,
+            FileName::Store
+            | FileName::Lock
+            | FileName::Readers
+            | FileName::Archive
+            | FileName::Unfetched => Folder::Root,
             FileName::Segment(_) | FileName::Spare(_) => Folder::Log,
             FileName::Pages(_) | FileName::ImageSpare(_) | FileName::Table(_) => Folder::Pages,
             FileName::Manifest(_) => Folder::Snapshots,
@@ -83,6 +90,7 @@ impl FileName {
             FileName::Lock => "LOCK".to_owned(),
             FileName::Readers => "READERS".to_owned(),
             FileName::Archive => "ARCHIVE".to_owned(),
+            FileName::Unfetched => "UNFETCHED".to_owned(),
             FileName::Segment(n) => format!("{n:016x}.log"),
             FileName::Spare(n) | FileName::ImageSpare(n) => format!("{n:016x}.spare"),
             FileName::Pages(n) => format!("{n:016x}.pages"),
@@ -100,6 +108,7 @@ impl FileName {
             (Folder::Root, "LOCK") => FileName::Lock,
             (Folder::Root, "READERS") => FileName::Readers,
             (Folder::Root, "ARCHIVE") => FileName::Archive,
+            (Folder::Root, "UNFETCHED") => FileName::Unfetched,
             _ => {
                 let (digits, extension) = name.split_once('.')?;
                 let n = u64::from_str_radix(digits, 16).ok().filter(|n| *n <= NUMBER_MAX)?;
@@ -188,6 +197,7 @@ mod tests {
             FileName::Lock,
             FileName::Readers,
             FileName::Archive,
+            FileName::Unfetched,
             FileName::Segment(17),
             FileName::Spare(NUMBER_MAX),
             FileName::Pages(0),

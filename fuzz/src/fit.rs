@@ -23,6 +23,7 @@ impl Files {
                 FileName::Lock
                 | FileName::Readers
                 | FileName::Archive
+                | FileName::Unfetched
                 | FileName::Spare(_)
                 | FileName::ImageSpare(_)
                 | FileName::Temporary(..) => {}

@@ -5,8 +5,9 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use remanent_format::{FileName, Folder, ReadAt};
+use remanent_format::{Defect, FileName, Folder, ReadAt};
 
+use super::unfetched::UnfetchedParts;
 use crate::local::FilePiece;
 use crate::object::{Crc64, PART_LEN_MAX, Part, Role, crc64};
 
@@ -117,6 +118,9 @@ impl StoreFiles {
 
     /// Splits a file into pieces of the maximum length of a part, and returns them in order.
     pub fn pieces_of(&self, role: Role, number: u64) -> io::Result<Vec<FilePiece>> {
+        if role == Role::Images {
+            self.check_fetched(number)?;
+        }
         let file = file_of(role, number)?;
         let len = ReadAt::len(self, file)?.ok_or_else(|| named(file, &ErrorKind::NotFound.into()))?;
         let piece = |offset| FilePiece {
@@ -126,6 +130,19 @@ impl StoreFiles {
             len: (PART_LEN_MAX as u64).min(len - offset) as usize,
         };
         Ok((0..len).step_by(PART_LEN_MAX).map(piece).collect())
+    }
+
+    /// Returns an error if parts of an image file are only in the archive. The bytes of such a file must not be archived.
+    fn check_fetched(&self, number: u64) -> io::Result<()> {
+        let Some(bytes) = self.read_whole(FileName::Unfetched, UnfetchedParts::LEN_MAX)? else {
+            return Ok(());
+        };
+        let at = |defect: Defect, file| invalid(defect.at(file, 0));
+        let unfetched = UnfetchedParts::decode(&bytes).map_err(|defect| at(defect, FileName::Unfetched))?;
+        if unfetched.files.contains_key(&number) {
+            return Err(at(Defect::Unfetched, FileName::Pages(number)));
+        }
+        Ok(())
     }
 
     /// Splits links and image files into pieces.

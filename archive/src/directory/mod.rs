@@ -12,6 +12,7 @@
 //! | `restore.rs` | writes the parts and frames of a restored directory |
 //! | `part_writers.rs` | threads that write parts of image files and read them back |
 //! | `opening.rs` | completes a restore: opening, verification, STORE |
+//! | `unfetched.rs` | the file UNFETCHED |
 //! | `live.rs` | reads the directory of a store that this process has open |
 //! | `snapshot.rs` | reads a snapshot as parts |
 //! | `named.rs` | reads and compares named snapshots |
@@ -23,6 +24,7 @@ mod view;
 mod restore;
 mod part_writers;
 mod opening;
+mod unfetched;
 mod live;
 mod snapshot;
 mod named;
@@ -39,7 +41,7 @@ use remanent_format::limits::{NUMBER_MAX, STORE_RECORD_LEN_MAX};
 use remanent_format::segment::SegmentHeader;
 use remanent_format::state::survey::Survey;
 use remanent_format::store::{StoreFile, StoreHeaderRaw};
-use remanent_format::{FileName, Folder, Incarnation, LogPoint, Lsn, ReadAt, SnapshotId, StoreId};
+use remanent_format::{Defect, FileName, Folder, Incarnation, LogPoint, Lsn, ReadAt, SnapshotId, StoreId};
 
 use self::files::{StoreFiles, invalid};
 use self::log::LogIndex;
@@ -49,6 +51,7 @@ use crate::object::{BatchPoint, KeptSnapshot, Part, Role};
 
 pub use named::NameChanges;
 pub use restore::RestoreTarget;
+pub use unfetched::UnfetchedParts;
 pub use view::ViewDirectory;
 
 /// Maximum length of STORE in bytes.
@@ -122,6 +125,21 @@ impl ArchivedDirectory {
             frame_parts: HashMap::new(),
             _lock: lock,
         })
+    }
+
+    /// Returns an error if parts of image files are only in the archive. An open of the store with the archive fetches
+    /// them.
+    ///
+    /// # Errors
+    /// Returns an error of the kind `Unsupported`.
+    pub(crate) fn check_fetched(&self) -> io::Result<()> {
+        match ReadAt::len(&self.files, FileName::Unfetched)? {
+            None => Ok(()),
+            Some(_) => {
+                let unfetched = Defect::Unfetched.at(FileName::Unfetched, 0);
+                Err(io::Error::new(io::ErrorKind::Unsupported, unfetched.to_string()))
+            }
+        }
     }
 
     /// Marks the store as being open in this process while it is archived.

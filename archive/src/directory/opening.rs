@@ -15,6 +15,7 @@ use super::files::{file_of, invalid};
 use super::random_number;
 use super::record::ArchiveRecord;
 use super::restore::{RestoredSegment, RestoredState};
+use super::unfetched::UnfetchedParts;
 use crate::line::{ListedPart, RestoredEnd};
 use crate::local::FenceRecord;
 
@@ -41,22 +42,42 @@ impl RestoredState<'_> {
     /// 1. Complete the segments, and write an opening that lists the restored snapshots, and the empty segment after
     ///    it.
     /// 2. Sync all files and folders, and read everything back from the medium.
-    /// 3. Record the last batch and the named snapshots in ARCHIVE, so that the directory can continue the archive.
-    /// 4. Publish STORE.
+    /// 3. Create the image files whose parts stay in the archive, and publish UNFETCHED.
+    /// 4. Record the last batch and the named snapshots in ARCHIVE, so that the directory can continue the archive.
+    /// 5. Publish STORE.
     pub fn finish(mut self, end: &RestoredEnd, claim: Option<FenceRecord>) -> io::Result<()> {
         // Step 1.
         let WrittenLog { store, store_bytes, named, segments } = self.write_log(end)?;
         // Step 2.
         self.sync_and_prove(&store, &segments, &named)?;
         // Step 3.
+        if let Some(deferred) = self.deferred.take() {
+            self.leave_unfetched(&UnfetchedParts::new(store.store, deferred))?;
+        }
+        // Step 4.
         let fences = claim.into_iter().collect();
         let batches = vec![end.batch];
         let named = named.iter().map(|named| named.snapshot).collect();
         let url = self.url.filter(|_| end.follows_open_store).unwrap_or_default().to_owned();
         let record = ArchiveRecord { fences, batches, named, url, ..ArchiveRecord::new(store.store) };
         record.publish(self.files)?;
-        // Step 4.
+        // Step 5.
         self.files.publish(FileName::Store, &store_bytes)
+    }
+
+    /// Creates image files without content, and durably records which parts are only in the archive.
+    fn leave_unfetched(&self, unfetched: &UnfetchedParts) -> io::Result<()> {
+        for (number, parts) in &unfetched.files {
+            let file = FileName::Pages(*number);
+            self.files.write_at(file, 0, &[])?;
+            self.files.set_len(file, UnfetchedParts::len_of(parts))?;
+            self.files.sync(file)?;
+        }
+        self.files.sync_folder(Folder::Pages)?;
+        if unfetched.files.is_empty() {
+            return Ok(());
+        }
+        self.files.publish(FileName::Unfetched, &unfetched.encode())
     }
 
     /// Completes a directory that a view reads and nobody keeps, so that nothing is synced. Returns the parts of image

@@ -244,7 +244,7 @@ mod tests {
     #[test]
     fn spec_tables_match_code() {
         let spec = include_str!("../../../format/SPEC.md");
-        let section = spec.split_once("\n### ARCHIVE\n").unwrap().1.split_once("\n## ").unwrap().0;
+        let section = spec.split_once("\n### ARCHIVE\n").unwrap().1.split_once("\n### ").unwrap().0;
         let cells = |line: &str| -> Vec<String> {
             line.trim_matches('|').split('|').map(|cell| cell.trim().replace('`', "")).collect()
         };

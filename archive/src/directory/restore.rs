@@ -84,9 +84,12 @@ impl RestoreTarget {
         ArchiveRecord::new(store).publish(&self.files)
     }
 
-    /// Removes the files of an unfinished restore and starts a new one.
-    pub(crate) fn begin(&self) -> io::Result<RestoredState<'_>> {
-        RestoredState::begin(&self.files, self.url.as_deref())
+    /// Removes the files of an unfinished restore and starts a new one. With `is_on_demand`, parts of image files stay
+    /// in the archive.
+    pub(crate) fn begin(&self, is_on_demand: bool) -> io::Result<RestoredState<'_>> {
+        let mut state = RestoredState::begin(&self.files, self.url.as_deref())?;
+        state.deferred = is_on_demand.then(Vec::new);
+        Ok(state)
     }
 }
 
@@ -136,6 +139,7 @@ impl<'t> RestoredState<'t> {
         for file in files.inner_files()? {
             files.remove(file)?;
         }
+        files.remove(FileName::Unfetched)?;
         Ok(Self {
             files,
             url,

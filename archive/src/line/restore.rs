@@ -294,8 +294,15 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let Some(listed) = self.kept_list(kept).await? else {
                 return Err(self.missing(ObjectKey::Line(kept.position), kept_from).await?);
             };
-            let wanted: Vec<DataRef> =
+            let mut wanted: Vec<DataRef> =
                 listed.iter().filter(|entry| !reading.has_received(kept.position, entry)).copied().collect();
+            wanted.retain(|entry| {
+                let is_deferred = sink.defers(&ListedPart { entry: *entry, store, lister: kept_from });
+                if is_deferred {
+                    reading.receive(kept.position, entry);
+                }
+                !is_deferred
+            });
             self.need_each_data(&wanted, store, kept_from, |entry, bytes| {
                 sink.named_part(&entry.part, bytes)?;
                 reading.receive(kept.position, entry);

@@ -5,6 +5,7 @@ mod lives;
 #[path = "../../../tests/it/size.rs"]
 mod size;
 mod names;
+mod on_demand;
 mod kills;
 mod successors;
 mod uploads;

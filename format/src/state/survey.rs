@@ -171,8 +171,13 @@ impl Survey {
 /// Reads and decodes the STORE file.
 ///
 /// # Errors
-/// Returns [`Damage`] if the file is missing or invalid.
+/// Returns [`Damage`] if the file is missing or invalid, or with [`Defect::Unfetched`] if the directory lacks parts of
+/// image files that are only in the archive.
 pub fn read_store(source: &dyn ReadAt) -> Result<StoreFile, Damage> {
+    let unfetched = source.len(FileName::Unfetched).map_err(|error| Defect::of_read(&error));
+    if unfetched.map_err(|defect| defect.at(FileName::Unfetched, 0))?.is_some() {
+        return Err(Defect::Unfetched.at(FileName::Unfetched, 0));
+    }
     let bytes = read_whole(source, FileName::Store)?;
     StoreFile::decode(&bytes).map_err(|defect| defect.at(FileName::Store, 0))
 }

@@ -148,6 +148,9 @@ impl References {
             FileName::Archive => {
                 "fences and batches that this directory archived; required to archive more".to_owned()
             }
+            FileName::Unfetched => {
+                "parts of image files that are only in the archive; required to open it".to_owned()
+            }
             FileName::Segment(number) => match view.survey.log.segments().get(&number) {
                 Some(found) => self.why_segment(number, found),
                 None => "removed while the store was read".to_owned(),
