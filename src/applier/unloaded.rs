@@ -6,7 +6,9 @@
 //! loaded page never becomes unloaded again, so a caller needs to wait only once for each page. Callers wait for their
 //! pages before they pass work to the applier, so the applier never waits for the disk.
 //!
-//! A page that cannot be loaded stays unloaded, and every caller that requests it receives the error.
+//! A page that cannot be loaded stays unloaded, and every caller that requests it receives the error. A page that cannot
+//! be loaded at present, because an archive that contains it is unavailable, is loaded later: only the callers that wait
+//! for it receive the error.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -63,6 +65,10 @@ struct LoadStates {
     /// The indices in `waiting` of the requested pages. The loader takes these pages first.
     requested: Queue<usize>,
     failed: BTreeMap<PageId, Error>,
+    /// The number of times that pages were put back.
+    put_back: u64,
+    /// For pages that were put back: the value of `put_back` at that time, and the error.
+    setbacks: BTreeMap<PageId, (u64, Error)>,
     /// The memory of pages that were taken before loading stopped, and will not be loaded.
     abandoned: Queue<PageMemory>,
     /// The error that stopped loading, or `None` while pages are being loaded.
@@ -157,10 +163,14 @@ impl UnloadedSet {
         }
         let pages = collected(pages)?;
         let mut state = self.state.lock();
+        let seen = state.put_back;
         state.ask(&pages);
         for page in pages {
             while state.indices.contains(page) {
                 if let Some(error) = &state.end_error {
+                    return Err(error.clone());
+                }
+                if let Some((_, error)) = state.setbacks.get(&page).filter(|(number, _)| *number > seen) {
                     return Err(error.clone());
                 }
                 self.changed.wait(&mut state);
@@ -178,8 +188,12 @@ impl UnloadedSet {
     /// Same as [`wait`](Self::wait), once all other pages are loaded.
     pub fn wait_all(&self) -> Result<()> {
         let mut state = self.state.lock();
+        let seen = state.put_back;
         while !state.indices.is_empty() {
             if let Some(error) = &state.end_error {
+                return Err(error.clone());
+            }
+            if let Some((_, error)) = state.setbacks.values().find(|(number, _)| *number > seen) {
                 return Err(error.clone());
             }
             self.changed.wait(&mut state);
@@ -232,6 +246,7 @@ impl UnloadedSet {
         let mut state = self.state.lock();
         for (page, len) in pages {
             state.indices.remove(page);
+            state.setbacks.remove(&page);
             state.bytes -= len;
         }
         if state.indices.is_empty() {
@@ -249,6 +264,25 @@ impl UnloadedSet {
         state.bytes -= unloaded.memory.byte_len();
         state.failed.insert(unloaded.page, error);
         state.abandoned.push_back(unloaded.memory);
+        self.changed.notify_all();
+    }
+
+    /// Puts taken pages back that cannot be loaded at present. Callers that wait for them receive `error`. A later call
+    /// requests them again.
+    pub fn put_back(&self, pages: Vec<UnloadedPage>, error: &Error) {
+        let mut state = self.state.lock();
+        let LoadStates { waiting, following, indices, put_back, setbacks, .. } = &mut *state;
+        *put_back += 1;
+        for unloaded in pages {
+            let page = unloaded.page;
+            let at = *indices.get(page).expect("a taken page has an index");
+            setbacks.insert(page, (*put_back, error.clone()));
+            waiting[at] = Some(unloaded);
+        }
+        // The search for the next page finds these pages again.
+        for (at, next) in following.iter_mut().enumerate() {
+            *next = if waiting.get(at).is_none_or(Option::is_some) { at } else { at + 1 };
+        }
         self.changed.notify_all();
     }
 
@@ -376,6 +410,34 @@ mod tests {
             }
             waiter.join().unwrap().unwrap();
         });
+    }
+
+    #[test]
+    fn pages_that_were_put_back_are_loaded_later() {
+        let arena = arena();
+        let unloaded = ten(&arena);
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| unloaded.wait([PageId(7)]));
+            while !waiter.is_finished() {
+                let taken = unloaded.take(2 * LEN, 2 * LEN).unwrap();
+                unloaded.put_back(taken, &Error::Closed);
+            }
+            assert!(matches!(waiter.join().unwrap(), Err(Error::Closed)));
+        });
+        assert_eq!(unloaded.left(), (10, 10 * LEN));
+        let taken = unloaded.take(2 * LEN, 2 * LEN).unwrap();
+        let before = numbers(&taken);
+        unloaded.put_back(taken, &Error::Closed);
+        unloaded.state.lock().ask(&[PageId(before[0])]);
+        let mut loaded = Vec::new();
+        while let Some(taken) = unloaded.take(2 * LEN, 2 * LEN) {
+            loaded.extend(numbers(&taken));
+            load(&unloaded, &arena, taken);
+        }
+        assert_eq!(loaded[..before.len()], before);
+        loaded.sort_unstable();
+        assert_eq!(loaded, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        unloaded.wait_all().unwrap();
     }
 
     #[test]

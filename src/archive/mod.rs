@@ -21,12 +21,17 @@
 //! state are written into a temporary folder, and parts of image files are fetched when a page in them is read. A
 //! [`Follower`](crate::follow::Follower) of an archive reads the runs as they are appended, and decodes their frames.
 //!
+//! A directory that was restored on demand lacks parts of image files. An open with the archive fetches them when they
+//! are read, and all others in the background. Until all are durable, the archive gets runs but no snapshots.
+//!
 //! | file | purpose |
 //! |---|---|
 //! | `view.rs` | opens a view of an archive, and loads a replica from one |
 //! | `follower.rs` | returns the batches of an archive in order |
 //! | `archived_disk.rs` | reads the files of a view or of a batch: local files, and files in the archive |
 //! | `part_cache.rs` | keeps fetched parts of files |
+//! | `fetching_disk.rs` | the directory of a store that was restored on demand, as a disk |
+//! | `unfetched_files.rs` | fetches parts of image files, when they are read or in the background |
 //! | `archiver.rs` | starts, connects and stops the thread |
 //! | `uploader.rs` | the thread |
 //! | `names.rs` | archives named snapshots |
@@ -40,6 +45,8 @@ mod view;
 mod follower;
 mod archived_disk;
 mod part_cache;
+mod fetching_disk;
+mod unfetched_files;
 mod archiver;
 mod uploader;
 mod names;
@@ -48,5 +55,7 @@ mod bucket;
 mod failures;
 
 pub(crate) use archiver::{Archiver, CheckedArchive};
+pub(crate) use fetching_disk::FetchingDisk;
 pub(crate) use follower::open_follower;
+pub(crate) use unfetched_files::FetchThreads;
 pub(crate) use view::{open_replica, open_view};

@@ -93,6 +93,9 @@ impl Uploader<'_> {
     /// Returns the oldest named snapshot that the archive lacks, or `None` if it cannot be archived yet because its
     /// batches are not archived or it is not verified. The thread is woken when either changes.
     fn next_named(&self) -> Option<SnapshotId> {
+        if self.lacks_parts() {
+            return None;
+        }
         let latest = self.snapshots.catalog.latest();
         let kept = oldest_after(&latest.catalog, |id| {
             let is_archived = self.line.catalog().iter().any(|kept| kept.snapshot == id);

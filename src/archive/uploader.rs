@@ -402,6 +402,9 @@ impl Uploader<'_> {
         if self.progress.must_stop() {
             return Ok(()); // The next open archives the snapshot.
         }
+        if self.lacks_parts() {
+            return Err(Failure::Local(io::Error::other("the store still fetches pages from the archive")));
+        }
         let Some((hold, end)) = self.hold_newest()? else {
             return Err(Failure::Local(io::Error::other("there is no snapshot to continue with yet")));
         };
@@ -415,8 +418,17 @@ impl Uploader<'_> {
         self.archive_snapshot(parts, &pieces)
     }
 
+    /// Returns true if the directory lacks parts of image files after a restore on demand. No snapshot is archived then, so
+    /// that the archive keeps these parts.
+    pub(super) fn lacks_parts(&self) -> bool {
+        !self.engine.disk.unfetched_files().is_empty()
+    }
+
     /// Archives the newest snapshot if enough runs were archived since the last one.
     fn archive_snapshot_if_due(&mut self) -> Result<(), Failure> {
+        if self.lacks_parts() {
+            return Ok(());
+        }
         let logged = self.engine.log.length().1.saturating_sub(self.bytes_before);
         let uploaded = self.line.uploaded() - self.uploaded_before + self.listed_before;
         if self.runs < RUNS_MAX && logged.max(uploaded) < RUN_BYTES_MAX {

@@ -98,6 +98,12 @@ pub trait Disk: Any + Send + Sync {
     /// I/O errors.
     fn list(&self, folder: Folder) -> Result<Vec<String>>;
 
+    /// Returns the numbers of the image files whose reads may wait for an archive, because the directory lacks parts of
+    /// them.
+    fn unfetched_files(&self) -> Vec<u64> {
+        Vec::new()
+    }
+
     /// Creates `folder` in the store directory, or the store directory itself. Does nothing if the folder exists.
     ///
     /// # Errors

@@ -102,10 +102,17 @@ impl DiskSource {
         Self::new(self.disk.clone()).len(file).is_ok_and(|len| len.is_none())
     }
 
-    /// Returns the failure of an archive that made a file unreadable, if `damage` reports an unreadable file.
+    /// Returns the failure to fetch a part from an archive that made a file unreadable, if `damage` reports an unreadable
+    /// file.
     pub fn archive_failure(&self, damage: &Damage) -> Option<Error> {
         let is_unreadable = matches!(damage.defect, Defect::Unreadable(_));
         self.failures.lock().get(&damage.file).filter(|_| is_unreadable).cloned()
+    }
+
+    /// Returns the error for damage that a read from this source has found: the failure of the archive, if it made the
+    /// file unreadable.
+    pub fn error_of(&self, damage: Damage) -> Error {
+        self.archive_failure(&damage).unwrap_or_else(|| damage.into())
     }
 
     fn was_uncached(&self, file: FileName, range: &Range<u64>) -> bool {
@@ -170,7 +177,7 @@ impl ReadAt for DiskSource {
             ReadPath::BypassingCacheOnce => open.read_bypassing_cache(offset, out),
         };
         read.map_err(|error| {
-            if matches!(error, Error::Archive(_) | Error::Overtaken { .. }) {
+            if matches!(error, Error::Archive(_) | Error::Overtaken { .. }) || error.is_no_space() {
                 self.failures.lock().insert(file, error.clone());
             }
             to_io(error)

@@ -98,6 +98,23 @@ impl Error {
                 | Error::OutOfMemory { .. }
                 | Error::Io { object: IoObject::Source { .. }, .. }
         ) || self.is_shortage()
+            || self.is_of_fetch()
+    }
+
+    /// Returns whether a page could not be fetched from an archive. The store is unchanged.
+    #[must_use]
+    pub(crate) fn is_of_fetch(&self) -> bool {
+        let Error::Archive(archive) = self else { return false };
+        matches!(archive.kind, ArchiveErrorKind::Bucket | ArchiveErrorKind::Damaged)
+    }
+
+    /// Returns whether a page can probably be fetched from an archive later: the bucket cannot be reached, or the disk
+    /// is full.
+    #[must_use]
+    pub(crate) fn is_passing_fetch(&self) -> bool {
+        let is_of_bucket =
+            matches!(self, Error::Archive(archive) if archive.kind == ArchiveErrorKind::Bucket);
+        is_of_bucket || self.is_no_space() || self.is_shortage()
     }
 
     /// Returns whether the file system reported that no space is left.

@@ -229,7 +229,8 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
         let mut bytes = take((end - start) as usize)?;
         let mut from = start;
         for block in bytes.chunks_mut(at_once) {
-            source.read_at(name, from, block).map_err(unreadable)?;
+            let read = source.read_at(name, from, block).map_err(|error| at(Defect::of_read(&error)));
+            read.map_err(|damage| source.error_of(damage))?;
             each(block);
             from += block.len() as u64;
         }

@@ -93,6 +93,12 @@ impl Recovery<'_> {
             });
             match loaded {
                 Ok(best) => return Ok(BestCandidate { harmless: skipped, ..best }),
+                // A part that cannot be fetched does not make a snapshot unusable.
+                Err(Error::Damaged(damage))
+                    if damage.damage.defect.is_unreadable() && !self.disk.unfetched_files().is_empty() =>
+                {
+                    return Err(Error::Damaged(damage));
+                }
                 Err(Error::Damaged(damage)) => {
                     tracing::warn!(%damage, "a snapshot cannot be used");
                     skipped.push(damage.damage);

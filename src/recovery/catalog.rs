@@ -137,6 +137,7 @@ impl PagesFolder {
         let next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
         let (for_batches, tables) = (BTreeMap::new(), BTreeMap::new());
         let mut folder = Self { for_batches, tables, next_file, has_unread_table: false };
+        let unfetched = disk.unfetched_files();
         for name in disk.list(Folder::Pages)? {
             let Some(file) = FileName::parse(Folder::Pages, &name) else { continue };
             match file {
@@ -144,7 +145,8 @@ impl PagesFolder {
                     folder.note_number(number);
                     // A frame may name the file although this open does not read it: in older log, or in the torn tail
                     // that this open removes.
-                    if may_be_for_a_batch(source, number, survey) {
+                    // The header of an unfetched file is not read, so that the open does not wait for it.
+                    if unfetched.contains(&number) || may_be_for_a_batch(source, number, survey) {
                         folder.for_batches.insert(number, newest_batch(survey, resolution, number));
                     }
                 }

@@ -41,6 +41,9 @@ const LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 /// The delay after a shortage of memory or another resource before the next attempt to load a page.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
 
+/// The delay before pages that cannot be fetched from an archive are loaded again.
+const FETCH_PAUSE: Duration = Duration::from_millis(250);
+
 /// A handle to the threads that load pages.
 pub(crate) struct PageLoader {
     loads: Loads,
@@ -139,7 +142,8 @@ impl Loads {
             Ok(true) => self.install(pages),
             // The store is closing. The page is intact on disk.
             Ok(false) => self.unloaded().give_up(pages),
-            Err(Error::Damaged(_)) => {
+            Err(error) if error.is_passing_fetch() => self.put_back(pages, &error),
+            Err(error) if matches!(error, Error::Damaged(_)) || error.is_of_fetch() => {
                 // A separate read with O_DIRECT reports the damaged page, and succeeds if only the page cache was
                 // damaged.
                 let medium = DiskSource::bypassing_cache(self.engine.disk.clone());
@@ -147,6 +151,7 @@ impl Loads {
                     match self.read_patiently(&medium, std::slice::from_ref(&unloaded)) {
                         Ok(true) => self.install(vec![unloaded]),
                         Ok(false) => self.unloaded().give_up(vec![unloaded]),
+                        Err(error) if error.is_passing_fetch() => self.put_back(vec![unloaded], &error),
                         Err(error) => self.fail(unloaded, error),
                     }
                 }
@@ -173,13 +178,25 @@ impl Loads {
         }
     }
 
+    /// Puts pages back that cannot be fetched from an archive at present, and waits before the next pages are loaded.
+    fn put_back(&self, pages: Vec<UnloadedPage>, error: &Error) {
+        tracing::warn!(%error, "pages are loaded when the archive is available");
+        self.unloaded().put_back(pages, &error.clone().in_store(&self.engine.disk.label()));
+        self.unloaded().is_over_within(FETCH_PAUSE);
+    }
+
     /// Reports a page as failed, and poisons the store. If the page's image is not the cause, reports all other
     /// unloaded pages as failed, too.
     ///
-    /// The store is poisoned first, because a later snapshot could remove files that can replace the image.
+    /// The store is poisoned first, because a later snapshot could remove files that can replace the image. A page that
+    /// the archive has lost has no such files.
     fn fail(&self, unloaded: UnloadedPage, error: Error) {
         let error = error.in_store(&self.engine.disk.label());
         tracing::error!(%error, page = %unloaded.page, "a page cannot be loaded");
+        if error.is_of_fetch() {
+            self.unloaded().fail(unloaded, error);
+            return;
+        }
         // The store is poisoned first, because after that no file is removed from disk.
         let poisoned = self.engine.poison.set(error.clone());
         if !matches!(error, Error::Damaged(_)) {
@@ -216,7 +233,13 @@ impl Loads {
             // a damaged image from a device error.
             summed_by: if is_short { SummedBy::Host } else { SummedBy::Device },
         };
-        loader.load(std::iter::once(&mut *images), parallel::threads(LONG_THREADS_MAX))
+        let loaded = loader.load(std::iter::once(&mut *images), parallel::threads(LONG_THREADS_MAX));
+        loaded.map_err(|error| match error {
+            Error::Damaged(damaged) => {
+                source.archive_failure(&damaged.damage).unwrap_or(Error::Damaged(damaged))
+            }
+            error => error,
+        })
     }
 
     /// Passes loaded pages to the applier, and wakes the callers that wait for the pages.

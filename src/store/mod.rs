@@ -121,6 +121,10 @@ struct StoreParts {
     /// and takes snapshots.
     #[cfg(feature = "archive")]
     _archiver: Option<crate::archive::Archiver>,
+    /// The threads that fetch pages from the archive after a restore on demand, or `None`. They are dropped before the
+    /// threads that wait for pages.
+    #[cfg(feature = "archive")]
+    _fetcher: Option<crate::archive::FetchThreads>,
     prefetcher: PrefetchThread,
     /// The thread that evicts pages from full tiers, or `None` if the store has no tiers.
     _tiers: Option<TierThread>,

@@ -8,7 +8,7 @@ use remanent_format::{Folder, Lsn, PageTable, Place};
 use super::{Store, StoreParts};
 use crate::applier::Reads;
 #[cfg(feature = "archive")]
-use crate::archive::CheckedArchive;
+use crate::archive::{CheckedArchive, FetchingDisk};
 use crate::base::cache_padded::CachePadded;
 use crate::base::pace::Pace;
 use crate::base::process::ForkGuard;
@@ -79,6 +79,11 @@ impl Store {
         if !has_archive {
             check_unarchived(&*disk)?;
         }
+        #[cfg(feature = "archive")]
+        let fetching =
+            options.archive.as_ref().map(|to| FetchingDisk::find(&disk, to)).transpose()?.flatten();
+        #[cfg(feature = "archive")]
+        let disk = fetching.clone().map_or(disk, |fetching| fetching as Arc<dyn Disk>);
         // Refuses a directory that must not continue the archive before anything is changed.
         #[cfg(feature = "archive")]
         let archive = options.archive.as_ref().map(|to| CheckedArchive::new(to, &*disk)).transpose()?;
@@ -97,6 +102,8 @@ impl Store {
             options,
             #[cfg(feature = "archive")]
             archive,
+            #[cfg(feature = "archive")]
+            fetching,
         )?;
         Ok(Self {
             recovered,
@@ -157,6 +164,7 @@ impl StoreParts {
         mut found: RecoveredStore,
         options: Options,
         #[cfg(feature = "archive")] archive: Option<CheckedArchive>,
+        #[cfg(feature = "archive")] fetching: Option<Arc<FetchingDisk>>,
     ) -> Result<Self> {
         // Only the applier's table tracks changes, because snapshots are taken from that table.
         found.applied.table.watch(found.changed);
@@ -193,6 +201,8 @@ impl StoreParts {
         let archiver = archive
             .map(|archive| archive.connect(engine.clone(), snapshots.clone(), &found.recovered))
             .transpose()?;
+        #[cfg(feature = "archive")]
+        let fetcher = fetching.map(|disk| disk.fetch_all(engine.clone())).transpose()?;
         let rules = Rules { log_bytes: options.snapshots.log_bytes, interval: options.snapshots.interval };
         let background = BackgroundSnapshots::start(snapshots.clone(), rules)?;
         let scrub_pace = Pace::new(options.scrubs.bytes_per_second);
@@ -201,6 +211,8 @@ impl StoreParts {
         Ok(Self {
             #[cfg(feature = "archive")]
             _archiver: archiver,
+            #[cfg(feature = "archive")]
+            _fetcher: fetcher,
             prefetcher: PrefetchThread::new(mover.clone()),
             _tiers: tiers,
             mover,

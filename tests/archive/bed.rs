@@ -86,11 +86,16 @@ impl Bed {
 
     /// Archives the closed store.
     pub fn push(&self) -> Pushed {
+        self.try_push(&self.store()).unwrap()
+    }
+
+    /// Archives the closed store in a directory.
+    pub fn try_push(&self, path: &Path) -> remanent_archive::Result<Pushed> {
         let bucket = RemoteBucket::open(&self.url(), RemoteOptions::default()).unwrap();
         let archive = Archive { bucket: &bucket, nonces: &SystemNonces, rules: Rules::default() };
-        let lock = Box::new(EngineLock(DirDisk::new(self.store()).lock().unwrap()));
-        let mut directory = ArchivedDirectory::open(&self.store(), lock).unwrap();
-        bucket.block_on(mirror::push(archive, &mut directory, Takeover::Refused)).unwrap()
+        let lock = Box::new(EngineLock(DirDisk::new(path).lock().unwrap()));
+        let mut directory = ArchivedDirectory::open(path, lock).unwrap();
+        bucket.block_on(mirror::push(archive, &mut directory, Takeover::Refused))
     }
 
     /// Restores the end of the archive into a new directory.
@@ -140,12 +145,24 @@ pub fn plain_options(create: Create) -> Options {
 }
 
 pub fn restore(url: &str, path: &Path) -> remanent_archive::Result<RestoredEnd> {
+    let (bucket, target) = restore_target(url, path)?;
+    let archive = Archive { bucket: &bucket, nonces: &SystemNonces, rules: Rules::default() };
+    bucket.block_on(mirror::restore(archive, &target))
+}
+
+/// Restores an archive without the contents of image files.
+pub fn restore_on_demand(url: &str, path: &Path) -> remanent_archive::Result<RestoredEnd> {
+    let (bucket, target) = restore_target(url, path)?;
+    let archive = Archive { bucket: &bucket, nonces: &SystemNonces, rules: Rules::default() };
+    bucket.block_on(mirror::restore_on_demand(archive, &target))
+}
+
+fn restore_target(url: &str, path: &Path) -> remanent_archive::Result<(RemoteBucket, RestoreTarget)> {
     fs::create_dir_all(path).unwrap();
     let bucket = RemoteBucket::open(url, RemoteOptions::default()).unwrap();
-    let archive = Archive { bucket: &bucket, nonces: &SystemNonces, rules: Rules::default() };
     let lock = Box::new(EngineLock(DirDisk::new(path).lock().unwrap()));
     let target = RestoreTarget::open(path, lock).map_err(remanent_archive::Error::Local)?.url(url);
-    bucket.block_on(mirror::restore(archive, &target))
+    Ok((bucket, target))
 }
 
 /// Restores the archive in the folder `bucket` of `root`, unless it was restored, and archives one more step. Returns this

@@ -6,6 +6,7 @@ mod kills;
 mod lives;
 mod lost_buckets;
 mod names;
+mod on_demand;
 mod refusals;
 #[path = "../it/size.rs"]
 mod size;

@@ -76,6 +76,7 @@ impl DiskImage {
         // Each read reopens the file: an open file would keep its space after it is removed.
         let cached = DiskSource::new(self.disk.clone());
         match self.read_from(&cached, offset, out) {
+            Err(damage) if cached.archive_failure(&damage).is_some() => Err(cached.error_of(damage)),
             // Only the page cache may be damaged, so the read is repeated from the medium.
             Err(_) => Ok(self.read_from(&DiskSource::bypassing_cache(self.disk.clone()), offset, out)?),
             Ok(()) => Ok(()),
@@ -103,7 +104,8 @@ impl DiskImage {
     /// `Damaged` if the bytes are wrong, in the page cache or on the medium.
     pub fn scan(&self, mut visit: impl FnMut(u64, &[u8]) -> ControlFlow<()>) -> Result<bool> {
         let mut at = 0;
-        let scanned = stream_image(&DiskSource::new(self.disk.clone()), &self.image, self.len, |piece| {
+        let source = DiskSource::new(self.disk.clone());
+        let scanned = stream_image(&source, &self.image, self.len, |piece| {
             let flow = visit(at, piece);
             at += piece.len() as u64;
             if flow.is_break() { Err(ScanEnd::Stopped) } else { Ok(()) }
@@ -111,7 +113,7 @@ impl DiskImage {
         match scanned {
             Ok(()) => Ok(true),
             Err(ScanEnd::Stopped) => Ok(false),
-            Err(ScanEnd::Damaged(damage)) => Err(damage.into()),
+            Err(ScanEnd::Damaged(damage)) => Err(source.error_of(damage)),
         }
     }
 
@@ -147,7 +149,9 @@ impl DiskImage {
     /// # Errors
     /// Same as [`read`](Self::read).
     pub fn prove(&self) -> Result<Arc<ProvenImage>> {
-        match self.pieces(&DiskSource::new(self.disk.clone())) {
+        let cached = DiskSource::new(self.disk.clone());
+        match self.pieces(&cached) {
+            Err(damage) if cached.archive_failure(&damage).is_some() => Err(cached.error_of(damage)),
             Err(_) => Ok(self.pieces(&DiskSource::bypassing_cache(self.disk.clone()))?),
             Ok(pieces) => Ok(pieces),
         }

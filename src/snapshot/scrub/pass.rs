@@ -276,6 +276,10 @@ impl<'a> ScrubPass<'a> {
         // The images are in file order, so one read covers several of them.
         for run in runs(&mut wanted) {
             for (image, damage) in run.damaged(&self.source)? {
+                // A part that cannot be fetched is not damage of the directory.
+                if let Some(failure) = self.source.archive_failure(&damage) {
+                    return Err(failure);
+                }
                 self.image_damaged(&image, damage);
             }
             let scrubbed = &mut self.found.scrubbed;
