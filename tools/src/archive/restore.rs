@@ -18,8 +18,9 @@ use crate::cli::progress;
 use crate::read::store_dir::StoreDir;
 use crate::read::writer_lock;
 
-/// Restores the end of the archive at `url` into `dir`, which need not exist.
-pub fn restore(dir: &Path, url: &str, is_json: bool, out: &mut Output) -> Outcome {
+/// Restores the end of the archive at `url` into `dir`, which need not exist. With `is_on_demand`, pages stay in the
+/// archive until the store is opened with it.
+pub fn restore(dir: &Path, url: &str, is_on_demand: bool, is_json: bool, out: &mut Output) -> Outcome {
     let bucket = WatchedBucket::open(url)?;
     let failed = |error| local_failure(Some(dir), &error);
     // All checks run before the archive is claimed, because a claim supersedes the current writer.
@@ -28,9 +29,13 @@ pub fn restore(dir: &Path, url: &str, is_json: bool, out: &mut Output) -> Outcom
     let target = target_of(dir, &bucket, &found)?.url(url);
     let end = bucket.run(Some(dir), async {
         probe(bucket.archive(), found.store).await?;
-        mirror::restore(bucket.archive(), &target).await
+        if is_on_demand {
+            mirror::restore_on_demand(bucket.archive(), &target).await
+        } else {
+            mirror::restore(bucket.archive(), &target).await
+        }
     })?;
-    report(dir, &end, is_json, out)?;
+    report(dir, &end, is_on_demand, is_json, out)?;
     Ok(Ending::Fine)
 }
 
@@ -121,7 +126,13 @@ fn check_space(dir: &Path, needed: u64) -> Result<(), Failure> {
     )))
 }
 
-fn report(dir: &Path, end: &RestoredEnd, is_json: bool, out: &mut Output) -> Result<(), Failure> {
+fn report(
+    dir: &Path,
+    end: &RestoredEnd,
+    is_on_demand: bool,
+    is_json: bool,
+    out: &mut Output,
+) -> Result<(), Failure> {
     let RestoredEnd { store, batch, fence, named, .. } = end;
     if is_json {
         let (store, lsn) = (store.to_string(), batch.lsn.0);
@@ -132,8 +143,9 @@ fn report(dir: &Path, end: &RestoredEnd, is_json: bool, out: &mut Output) -> Res
         count => format!(", with {count} named snapshots"),
     };
     out.line(format_args!(
-        "restored store {store} into {}, up to lsn {}{named}; this directory continues the archive",
+        "restored store {store} into {}, up to lsn {}{named}; this directory continues the archive{}",
         dir.display(),
-        batch.lsn
+        batch.lsn,
+        if is_on_demand { ", and fetches its pages when it is opened with the archive" } else { "" }
     ))
 }

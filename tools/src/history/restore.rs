@@ -34,12 +34,17 @@ the store at the end of the archive, with the same id, and continues the archive
 directory that pushed before can no longer continue the archive. A restore that was interrupted leaves a directory \
 that cannot be opened; run the same command again. `remanent archive --help` lists URLs and settings.
 
+With --on-demand, only the log and the index of the newest snapshot are fetched. The store can then be opened with its \
+archive (`Options::archive`, or `archive=` in Python), which fetches pages when they are read and all others in the \
+background. Until all pages are fetched, other commands refuse the directory.
+
 With --from and --at, the directory becomes a store of its own with a new id, whose history begins at that state: a batch \
 from the newest archived snapshots on, or a named snapshot that the archive keeps. The archive and its writer are not \
 disturbed.
 
   remanent restore --from s3://bucket/run-7 store
   remanent restore --from file:///mnt/nas/run-7 store
+  remanent restore --from s3://bucket/run-7 --on-demand store
   remanent restore --from s3://bucket/run-7 --at name:before-tuning copy";
 #[cfg(not(feature = "archive"))]
 const FROM_ARCHIVE: &str = "";
@@ -56,6 +61,9 @@ pub struct Restore {
     /// URL of an archive: its newest state becomes the store, or with --at, a new store begins at an earlier state
     #[arg(long, value_name = "URL")]
     from: Option<String>,
+    /// Leave pages in the archive until the store is opened with it
+    #[arg(long, requires = "from", conflicts_with = "at")]
+    on_demand: bool,
     /// Print the result as a JSON object
     #[arg(long)]
     json: bool,
@@ -92,7 +100,7 @@ impl Restore {
         let url = self.from.as_deref().unwrap_or_default();
         match &self.at {
             Some(at) => crate::archive::restore::restore_at(&self.dir, url, at, self.json, out),
-            None => crate::archive::restore::restore(&self.dir, url, self.json, out),
+            None => crate::archive::restore::restore(&self.dir, url, self.on_demand, self.json, out),
         }
     }
 
