@@ -208,6 +208,10 @@ fn add(all: &mut Vec<Damage>, damage: Damage) {
 
 /// Reads STORE, all segment headers and all manifests.
 fn survey(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
+    if dir.len(FileName::Unfetched).is_ok_and(|len| len.is_some()) {
+        // The images are not damaged, but not here.
+        return Err(Failure::Environment(Defect::Unfetched.at(FileName::Unfetched, 0).to_string()));
+    }
     let (store, refused) = identity(dir)?;
     match Survey::read_as(dir, store) {
         Ok(survey) => Ok((survey, refused)),
