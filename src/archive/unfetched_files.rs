@@ -16,10 +16,11 @@ use remanent_archive::line::{Archive, ListedPart, SystemNonces, fetch_part};
 use remanent_archive::object::crc64;
 use remanent_archive::remote::RemoteBucket;
 use remanent_archive::rules::Rules;
-use remanent_format::{FileName, Folder, StoreId};
+use remanent_format::{Defect, FileName, Folder, StoreId};
 
 use super::bucket::open_bucket;
 use super::failures::error_of;
+use crate::base::allocation::make_room;
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::{Condvar, Instant, Mutex, threads};
 use crate::catalog::publish::{publish, without_spare};
@@ -86,7 +87,13 @@ impl UnfetchedFiles {
             return Ok(None);
         }
         let file = disk.open(FileName::Unfetched, false)?;
-        let mut bytes = vec![0; file.len()? as usize];
+        let (found, limit) = (file.len()?, UnfetchedParts::LEN_MAX);
+        if found > limit {
+            return Err(Defect::Limit { what: "bytes", found, limit }.at(FileName::Unfetched, 0).into());
+        }
+        let mut bytes = Vec::new();
+        make_room(&mut bytes, found as usize)?;
+        bytes.resize(found as usize, 0);
         file.read_at(0, &mut bytes)?;
         let unfetched = UnfetchedParts::decode(&bytes).map_err(|defect| defect.at(FileName::Unfetched, 0))?;
         let part = |(offset, listed)| (offset, Part { listed, status: PartStatus::Missing });

@@ -71,7 +71,7 @@ pub struct UnfetchedParts {
 
 impl UnfetchedParts {
     /// Maximum length of the file in bytes.
-    pub(super) const LEN_MAX: u64 = (UnfetchedFileRaw::LEN + PARTS_MAX * UnfetchedPartRaw::LEN) as u64;
+    pub const LEN_MAX: u64 = (UnfetchedFileRaw::LEN + PARTS_MAX * UnfetchedPartRaw::LEN) as u64;
 
     /// Creates the list from parts in the order in which the archive listed them. Of two parts of a file at one offset,
     /// the later one counts.
