@@ -65,7 +65,7 @@
 //! | `line/` | implements the protocol: find, fence, append, prune, read |
 //! | `local.rs` | the interface to the local directory that is archived |
 //! | `error.rs` | errors, with their remedies |
-//! | `read_ahead.rs` | sends reads together that a hint makes likely |
+//! | `read_ahead.rs` | prefetches the objects to which a hint refers |
 //! | `remote/` | buckets in S3, Google Cloud Storage, Azure and local folders; only with the feature `object_store` |
 //! | `bucket.rs` | the interface to an object store |
 //! | `rules.rs` | the rules of the protocol, and those that a test can leave out |

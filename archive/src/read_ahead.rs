@@ -1,9 +1,9 @@
-//! A bucket that sends the reads together which a hint makes likely.
+//! A bucket that prefetches, in parallel, the objects to which a hint refers.
 //!
-//! The search for the end of a line reads one object after the other, because each one tells what to read next. If the
-//! hint is right, all of these objects are known at once. The search itself stays the same: it gets the answers that
-//! arrived before it asks. That an object is absent is used once, so a read that is repeated to notice changes reads the
-//! bucket. Objects never change.
+//! The search for the end of a line reads one object after another, because each object links to the next one. If the
+//! hint is current, the keys of these objects are known in advance. The search itself is unchanged: its reads return the
+//! prefetched objects. A prefetched answer that an object does not exist is returned only once, so that a repeated read
+//! detects an object that was created since. Existing objects never change.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -18,10 +18,10 @@ use crate::object::{Bound, Content, Folder, Hint, LineObject, ObjectKey, Role};
 /// Maximum number of runs, and of data objects of a manifest, that are read in advance.
 const AHEAD_MAX: usize = 8;
 
-/// A bucket that reads in advance what its hint makes likely.
+/// A bucket that prefetches the objects to which its hint refers.
 pub(crate) struct ReadAhead<'b, B> {
     bucket: &'b B,
-    /// The answers that nobody asked for yet.
+    /// Prefetched objects, or `None` for an object that did not exist.
     answers: RefCell<BTreeMap<ObjectKey, Option<Vec<u8>>>>,
 }
 

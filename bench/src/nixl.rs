@@ -25,7 +25,7 @@ const EXAMPLES: &str = "\
 Requires the NIXL library (pip install --no-deps nixl-cu12==1.5.1). Of two processes on this machine, one serves the \
 pages of a store in host memory, and the other fetches and verifies them. The ceiling is a loop in which the serving \
 process writes the same pages to the other process with the library, with as many writes in flight as the client has \
-requests, but without requests, checksums or further registrations. UCX selects the transport; the environment variable UCX_TLS limits the choice.
+requests, but without request messages, checksums, or a registration for each fetch. UCX selects the transport; the environment variable UCX_TLS limits the choice.
 
 Examples:
   remanent-bench nixl /dev/shm

@@ -160,8 +160,8 @@ pub trait ReadAt {
     /// read.
     fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> std::io::Result<()>;
 
-    /// Allocates a buffer of `len` bytes, into which a walk of the log reads. The contents are unspecified. A reader of
-    /// long batches can provide memory that is touched faster for the first time.
+    /// Allocates a buffer of `len` bytes, into which a walk of the log reads. The contents are unspecified. An
+    /// implementation can return memory with fewer page faults, such as huge pages.
     ///
     /// # Errors
     /// Returns `OutOfMemory` if there is not enough memory for a buffer of more than 64 KiB. For a shorter buffer, the

@@ -237,8 +237,8 @@ impl UnfetchedFiles {
         }
     }
 
-    /// Fetches all parts in the background. A part that cannot be fetched now is tried again later, and one that the
-    /// archive does not contain any more when it is read.
+    /// Fetches all parts in the background. If the failure may pass, the part is fetched again later. If the archive has
+    /// lost the part, it is tried again only when it is read.
     fn fetch_all(&self) {
         while let Some(work) = self.next() {
             let done = match work {

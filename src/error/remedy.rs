@@ -89,7 +89,7 @@ impl Error {
     }
 
     /// Returns whether a failure to create a file or object left the store unchanged: no space, no memory, a failed
-    /// caller-supplied source, or a [shortage](Self::is_shortage).
+    /// caller-supplied source, a [shortage](Self::is_shortage), or a page that could not be fetched from an archive.
     #[must_use]
     pub(crate) fn is_passing(&self) -> bool {
         matches!(

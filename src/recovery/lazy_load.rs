@@ -180,7 +180,7 @@ impl Loads {
 
     /// Puts pages back that cannot be fetched from an archive at present, and waits before the next pages are loaded.
     fn put_back(&self, pages: Vec<UnloadedPage>, error: &Error) {
-        tracing::warn!(%error, "pages are loaded when the archive is available");
+        tracing::warn!(%error, "pages cannot be fetched from the archive now; the store tries again");
         self.unloaded().put_back(pages, &error.clone().in_store(&self.engine.disk.label()));
         self.unloaded().is_over_within(FETCH_PAUSE);
     }

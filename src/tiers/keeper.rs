@@ -213,7 +213,7 @@ impl TierKeeper {
         self.residents.lock().release(pages);
     }
 
-    /// Lets `pages` be evicted only if no other page can be, until [`unkeep`](Self::unkeep).
+    /// Protects `pages` from eviction while other pages can be evicted, until [`unkeep`](Self::unkeep).
     pub fn keep(&self, pages: &[PageId]) {
         self.residents.lock().keep(pages);
     }

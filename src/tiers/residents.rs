@@ -120,12 +120,12 @@ impl Residents {
         self.held.remove(pages);
     }
 
-    /// Lets pages be evicted last until [`unkeep`](Self::unkeep).
+    /// Protects pages from eviction while other pages can be evicted, until [`unkeep`](Self::unkeep).
     pub fn keep(&mut self, pages: &[PageId]) {
         self.kept.add(pages);
     }
 
-    /// Lets pages be evicted in the order of the policy again, once each caller that kept them has called this method.
+    /// Ends the protection of pages by [`keep`](Self::keep), once each caller that kept them has called this method.
     pub fn unkeep(&mut self, pages: &[PageId]) {
         self.kept.remove(pages);
     }

@@ -34,9 +34,9 @@ the store at the end of the archive, with the same id, and continues the archive
 directory that pushed before can no longer continue the archive. A restore that was interrupted leaves a directory \
 that cannot be opened; run the same command again. `remanent archive --help` lists URLs and settings.
 
-With --on-demand, only the log and the index of the newest snapshot are fetched. The store can then be opened with its \
-archive (`Options::archive`, or `archive=` in Python), which fetches pages when they are read and all others in the \
-background. Until all pages are fetched, other commands refuse the directory.
+With --on-demand, the restore fetches the log and the manifests and page tables of snapshots, but no pages. An open with \
+the archive (`Options::archive`, or `archive=` in Python) then fetches pages when they are read, and all others in the \
+background. Until all pages are fetched, commands that read the directory refuse it.
 
 With --from and --at, the directory becomes a store of its own with a new id, whose history begins at that state: a batch \
 from the newest archived snapshots on, or a named snapshot that the archive keeps. The archive and its writer are not \
