@@ -50,7 +50,7 @@ impl FetchingDisk {
         })
     }
 
-    /// Removes a file from UNFETCHED before its name is removed or given to another file.
+    /// Removes a file from UNFETCHED before its name is given to another file.
     fn forget(&self, file: FileName) -> Result<()> {
         if let FileName::Pages(number) = file { self.files.forget(number) } else { Ok(()) }
     }
@@ -157,8 +157,7 @@ impl Disk for FetchingDisk {
     }
 
     fn remove(&self, file: FileName) -> Result<()> {
-        self.forget(file)?;
-        self.disk.remove(file)
+        if let FileName::Pages(number) = file { self.files.remove(number) } else { self.disk.remove(file) }
     }
 
     fn watch(&self, folder: Folder) -> Box<dyn Watch> {

@@ -4,16 +4,17 @@
 //! A part is fetched, compared with its checksum, and written into its file. Only then is it read. Once a file is
 //! complete, it is synced and read back from the medium (I7), and removed from UNFETCHED. An image file never changes
 //! while it has its name, so after a crash, parts that have their checksum need not be fetched again. A file whose name
-//! is removed or given to another file is removed from UNFETCHED first.
+//! is removed or given to another file is removed from UNFETCHED first, and no part is written to it afterwards: its
+//! space may contain other images by then.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use remanent_archive::directory::UnfetchedParts;
 use remanent_archive::line::{Archive, ListedPart, SystemNonces, fetch_part};
-use remanent_archive::object::crc64;
+use remanent_archive::object::{Part as ArchivedPart, crc64};
 use remanent_archive::remote::RemoteBucket;
 use remanent_archive::rules::Rules;
 use remanent_format::{Defect, FileName, Folder, StoreId};
@@ -55,12 +56,16 @@ struct State {
     waiting: VecDeque<(u64, u64)>,
     /// Complete files that are not read back yet.
     complete: Vec<u64>,
+    /// The file that is being removed from UNFETCHED, or `None`. No part is written to it any more.
+    leaving: Option<u64>,
     is_stopped: bool,
 }
 
 struct Part {
     listed: ListedPart,
     status: PartStatus,
+    /// Whether the medium returned other bytes than were written. The page cache may still contain the right bytes.
+    is_bad: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -68,6 +73,8 @@ enum PartStatus {
     Missing,
     /// A thread fetches the part. Others wait for it.
     Fetching,
+    /// The same thread writes the part to its file, which must keep its name in the meantime.
+    Writing,
     Local,
 }
 
@@ -96,19 +103,23 @@ impl UnfetchedFiles {
         bytes.resize(found as usize, 0);
         file.read_at(0, &mut bytes)?;
         let unfetched = UnfetchedParts::decode(&bytes).map_err(|defect| defect.at(FileName::Unfetched, 0))?;
-        let part = |(offset, listed)| (offset, Part { listed, status: PartStatus::Missing });
+        let part = |(offset, listed)| (offset, Part { listed, status: PartStatus::Missing, is_bad: false });
         let parts = |parts: BTreeMap<u64, ListedPart>| parts.into_iter().map(part).collect();
         let store = unfetched.store;
         let files: BTreeMap<u64, BTreeMap<u64, Part>> =
             unfetched.files.into_iter().map(|(file, listed)| (file, parts(listed))).collect();
-        let waiting = files.iter().flat_map(|(file, parts)| parts.keys().map(|offset| (*file, *offset)));
-        let waiting = waiting.collect();
+        // On a full disk, files are removed that UNFETCHED still lists. They only have to be removed from the list.
+        let present: BTreeSet<String> = disk.list(Folder::Pages)?.into_iter().collect();
+        let (here, complete): (Vec<u64>, Vec<u64>) =
+            files.keys().partition(|file| present.contains(&FileName::Pages(**file).name()));
+        let offsets = |file: u64| files[&file].keys().map(move |offset| (file, *offset));
+        let waiting = here.into_iter().flat_map(offsets).collect();
         Ok(Some(Self {
             disk,
             url: options.url.clone(),
             bucket: open_bucket(options)?,
             store,
-            state: Mutex::new(State { files, waiting, complete: Vec::new(), is_stopped: false }),
+            state: Mutex::new(State { files, waiting, complete, leaving: None, is_stopped: false }),
             changed: Condvar::new(),
             publishing: Mutex::new(()),
         }))
@@ -141,39 +152,59 @@ impl UnfetchedFiles {
             });
             match next {
                 None => return Ok(true),
-                Some((_, Part { status: PartStatus::Fetching, .. })) => self.changed.wait(&mut state),
+                Some((_, Part { status: PartStatus::Fetching | PartStatus::Writing, .. })) => {
+                    self.changed.wait(&mut state);
+                }
                 Some((offset, part)) => {
                     part.status = PartStatus::Fetching;
-                    let (offset, listed) = (*offset, part.listed);
+                    let (offset, listed, is_bad) = (*offset, part.listed, part.is_bad);
                     drop(state);
-                    self.fetch(&listed)?;
+                    self.fetch(&listed, is_bad)?;
                     at = offset;
                 }
             }
         }
     }
 
-    /// Fetches a part whose status is `Fetching`.
-    fn fetch(&self, listed: &ListedPart) -> Result<()> {
+    /// Fetches a part whose status is `Fetching`. `is_bad` is the part's field.
+    fn fetch(&self, listed: &ListedPart, is_bad: bool) -> Result<()> {
         let mut fetching = Fetching { files: self, listed, status: PartStatus::Missing };
         let part = &listed.entry.part;
         let file = self.disk.open(FileName::Pages(part.file), true)?;
-        if !is_whole(&*file, listed, |file, offset, out| file.read_at(offset, out))? {
+        if is_bad || !is_whole(&*file, listed, |file, offset, out| file.read_at(offset, out))? {
             let archive = Archive { bucket: &self.bucket, nonces: &SystemNonces, rules: Rules::default() };
             let fetched = self.bucket.block_on(fetch_part(archive, listed));
             let bytes = fetched.map_err(|failure| error_of(&self.url, &failure))?;
+            if !self.begin_write(part) {
+                // Nobody needs the part any more, and the open file may already contain other images.
+                return Ok(());
+            }
             file.write_at(part.offset, &bytes)?;
         }
         fetching.status = PartStatus::Local;
         Ok(())
     }
 
-    /// Syncs a complete file and reads it back from the medium. Then removes it from UNFETCHED.
-    fn prove(&self, number: u64) -> Result<()> {
+    /// Sets the status of a part to `Writing`. Returns false if the file has left UNFETCHED.
+    fn begin_write(&self, part: &ArchivedPart) -> bool {
+        let mut state = self.state.lock();
+        while state.leaving == Some(part.file) {
+            self.changed.wait(&mut state);
+        }
+        let found = state.files.get_mut(&part.file).and_then(|parts| parts.get_mut(&part.offset));
+        found.map(|found| found.status = PartStatus::Writing).is_some()
+    }
+
+    /// Syncs a complete file and reads it back from the medium. Then removes it from UNFETCHED. Returns false if parts
+    /// must be fetched again.
+    fn prove(&self, number: u64) -> Result<bool> {
         let listed: Vec<ListedPart> = match self.state.lock().files.get(&number) {
             Some(parts) => parts.values().map(|part| part.listed).collect(),
-            None => return Ok(()),
+            None => return Ok(true),
         };
+        if !self.disk.list(Folder::Pages)?.contains(&FileName::Pages(number).name()) {
+            return self.forget(number).map(|()| true);
+        }
         let file = self.disk.open(FileName::Pages(number), false)?;
         file.sync()?;
         for listed in &listed {
@@ -182,36 +213,77 @@ impl UnfetchedFiles {
                 let mut state = self.state.lock();
                 let offset = listed.entry.part.offset;
                 if let Some(part) = state.files.get_mut(&number).and_then(|parts| parts.get_mut(&offset)) {
-                    part.status = PartStatus::Missing;
+                    (part.status, part.is_bad) = (PartStatus::Missing, true);
                     state.waiting.push_back((number, offset));
                 }
-                return Ok(());
+                return Ok(false);
             }
         }
-        self.forget(number)
+        self.forget(number).map(|()| true)
     }
 
-    /// Durably removes a file from UNFETCHED, before its name is removed or because it is complete.
+    /// Durably removes a file from UNFETCHED, before its name is given to another file or because it is complete.
     pub fn forget(&self, number: u64) -> Result<()> {
+        self.leave(number, |left| self.publish(left))
+    }
+
+    /// Removes an image file, and before that removes it from UNFETCHED. On a full disk, only the file is removed: the
+    /// next open finds that it does not exist.
+    pub fn remove(&self, number: u64) -> Result<()> {
+        let mut is_removed = false;
+        let mut remove = || {
+            is_removed = true;
+            self.disk.remove(FileName::Pages(number))
+        };
+        self.leave(number, |left| match self.publish(left) {
+            Err(error) if error.is_no_space() => {
+                tracing::debug!(%error, "UNFETCHED still lists a file that is removed");
+                remove()
+            }
+            published => published.and_then(|()| remove()),
+        })?;
+        if is_removed { Ok(()) } else { self.disk.remove(FileName::Pages(number)) }
+    }
+
+    /// Calls `act` with the list without a file, and then forgets the file. No part is written to the file from the start
+    /// of `act` on. Does nothing if the list does not contain the file.
+    fn leave(&self, number: u64, act: impl FnOnce(&UnfetchedParts) -> Result<()>) -> Result<()> {
         let _one_at_a_time = self.publishing.lock();
         let left = {
-            let state = self.state.lock();
-            if !state.files.contains_key(&number) {
-                return Ok(());
+            let mut state = self.state.lock();
+            state.leaving = Some(number);
+            let is_written = |state: &State| {
+                let parts = state.files.get(&number).into_iter().flat_map(BTreeMap::values);
+                parts.into_iter().any(|part| part.status == PartStatus::Writing)
+            };
+            while is_written(&state) {
+                self.changed.wait(&mut state);
             }
             let others = state.files.iter().filter(|(file, _)| **file != number);
             let parts = others.flat_map(|(_, parts)| parts.values().map(|part| part.listed));
-            UnfetchedParts::new(self.store, parts)
+            state.files.contains_key(&number).then(|| UnfetchedParts::new(self.store, parts))
         };
-        if left.files.is_empty() {
-            self.disk.remove(FileName::Unfetched)?;
-            self.disk.sync_folder(Folder::Root)?;
-            tracing::info!(archive = self.url, "every page of the store was fetched from its archive");
-        } else {
-            publish(&self.disk, FileName::Unfetched, TEMPORARY, &[&left.encode()], &without_spare)?;
+        let acted = left.map_or(Ok(()), |left| act(&left));
+        let mut state = self.state.lock();
+        state.leaving = None;
+        if acted.is_ok() {
+            state.files.remove(&number);
         }
-        self.state.lock().files.remove(&number);
+        drop(state);
         self.changed.notify_all();
+        acted
+    }
+
+    fn publish(&self, left: &UnfetchedParts) -> Result<()> {
+        if !left.files.is_empty() {
+            return publish(&self.disk, FileName::Unfetched, TEMPORARY, &[&left.encode()], &without_spare);
+        }
+        // An earlier call may have removed the file and then failed.
+        if self.disk.list(Folder::Root)?.contains(&FileName::Unfetched.name()) {
+            self.disk.remove(FileName::Unfetched)?;
+        }
+        self.disk.sync_folder(Folder::Root)?;
+        tracing::info!(archive = self.url, "every page that the store needs was fetched from its archive");
         Ok(())
     }
 
@@ -242,16 +314,21 @@ impl UnfetchedFiles {
     fn fetch_all(&self) {
         while let Some(work) = self.next() {
             let done = match work {
-                Work::Part(file, offset) => self.provide(file, offset..offset + 1).map(drop),
+                Work::Part(file, offset) => self.provide(file, offset..offset + 1).map(|_| true),
                 Work::File(file) => self.prove(file),
             };
-            let Err(error) = done else { continue };
-            tracing::warn!(%error, "a part of an image file is not fetched");
             let mut state = self.state.lock();
-            match work {
-                Work::Part(..) if !error.is_passing_fetch() => continue,
-                Work::Part(file, offset) => state.waiting.push_back((file, offset)),
-                Work::File(file) => state.complete.push(file),
+            match (done, work) {
+                (Ok(true), _) => continue,
+                (Ok(false), _) => {}
+                (Err(error), work) => {
+                    tracing::warn!(%error, "an image file cannot be fetched from the archive now");
+                    match work {
+                        Work::Part(..) if !error.is_passing_fetch() => continue,
+                        Work::Part(file, offset) => state.waiting.push_back((file, offset)),
+                        Work::File(file) => state.complete.push(file),
+                    }
+                }
             }
             let until = Instant::now() + AGAIN_AFTER;
             while !state.is_stopped && Instant::now() < until {
@@ -268,7 +345,9 @@ fn is_whole(
     read: impl Fn(&dyn DiskFile, u64, &mut [u8]) -> Result<()>,
 ) -> Result<bool> {
     let part = &listed.entry.part;
-    let mut bytes = vec![0; part.len as usize];
+    let mut bytes = Vec::new();
+    make_room(&mut bytes, part.len as usize)?;
+    bytes.resize(part.len as usize, 0);
     read(file, part.offset, &mut bytes)?;
     Ok(crc64(&bytes) == part.crc)
 }
@@ -340,5 +419,100 @@ impl Drop for FetchThreads {
                 tracing::error!("a thread that fetches pages panicked");
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use remanent_archive::object::{DataKey, DataRef, Role};
+
+    use super::*;
+    use crate::testing::sim_disk::SimDisk;
+
+    /// Creates a disk whose image files 1 and 2 lack one part each.
+    fn incomplete() -> (SimDisk, UnfetchedParts) {
+        let disk = SimDisk::new();
+        [Folder::Root, Folder::Pages].iter().for_each(|folder| disk.make_folder(*folder).unwrap());
+        let store = StoreId([5; 16]);
+        let part = |file| {
+            disk.create(FileName::Pages(file)).unwrap().write_at(0, &[0; 100]).unwrap();
+            let part = ArchivedPart { role: Role::Images, file, offset: 0, len: 100, crc: 7 };
+            let key = DataKey { term: 1, random: 2, index: file };
+            ListedPart { entry: DataRef { key, part }, store, lister: 3 }
+        };
+        let listed = UnfetchedParts::new(store, [part(1), part(2)]);
+        disk.create(FileName::Unfetched).unwrap().write_at(0, &listed.encode()).unwrap();
+        (disk, listed)
+    }
+
+    fn read(disk: &SimDisk, bucket: &tempfile::TempDir) -> UnfetchedFiles {
+        let options = ArchiveOptions::new(format!("file://{}", bucket.path().display()));
+        UnfetchedFiles::read(Arc::new(disk.clone()), &options).unwrap().unwrap()
+    }
+
+    /// The file may have a new name and contain other images.
+    #[test]
+    fn no_part_is_written_to_file_that_has_left() {
+        let bucket = tempfile::tempdir().unwrap();
+        let (disk, listed) = incomplete();
+        let files = read(&disk, &bucket);
+        let part = |file: u64| listed.files[&file][&0].entry.part;
+        let set = |file: u64, status| {
+            files.state.lock().files.get_mut(&file).unwrap().get_mut(&0).unwrap().status = status
+        };
+        // The bytes of a part arrive after its file has left.
+        set(1, PartStatus::Fetching);
+        files.forget(1).unwrap();
+        assert!(!files.begin_write(&part(1)));
+        assert!(files.begin_write(&part(2)), "the other file has not left");
+        // A file leaves only after a write to it has ended.
+        std::thread::scope(|scope| {
+            let leaves = scope.spawn(|| files.forget(2));
+            while files.state.lock().leaving.is_none() {
+                std::thread::yield_now();
+            }
+            assert!(files.contains(2) && !leaves.is_finished());
+            set(2, PartStatus::Local);
+            files.changed.notify_all();
+            leaves.join().unwrap().unwrap();
+        });
+        assert!(disk.bytes(FileName::Unfetched).is_none() && files.numbers().is_empty());
+        files.forget(2).unwrap();
+    }
+
+    #[test]
+    fn file_can_be_removed_on_full_disk() {
+        let bucket = tempfile::tempdir().unwrap();
+        let (disk, listed) = incomplete();
+        let files = read(&disk, &bucket);
+        disk.set_capacity(Some(disk.used_bytes()));
+        files.forget(1).unwrap_err();
+        assert!(files.contains(1));
+        files.remove(1).unwrap();
+        assert!(disk.bytes(FileName::Pages(1)).is_none() && files.numbers() == [2]);
+        let left = || UnfetchedParts::decode(&disk.bytes(FileName::Unfetched).unwrap()).unwrap();
+        assert_eq!(left(), listed, "there was no space for another list");
+        drop(files);
+        // After the next open, the file only has to be removed from the list.
+        disk.set_capacity(None);
+        let files = read(&disk, &bucket);
+        assert!(matches!(files.next(), Some(Work::File(1))));
+        assert!(files.prove(1).unwrap());
+        assert_eq!(left().files.keys().collect::<Vec<_>>(), [&2]);
+        files.remove(2).unwrap();
+        assert!(disk.bytes(FileName::Unfetched).is_none() && disk.bytes(FileName::Pages(2)).is_none());
+    }
+
+    /// The page cache may contain the right bytes although the medium does not.
+    #[test]
+    fn part_that_the_medium_lost_is_written_again() {
+        let bucket = tempfile::tempdir().unwrap();
+        let (disk, _) = incomplete();
+        let files = read(&disk, &bucket);
+        files.state.lock().files.get_mut(&1).unwrap().get_mut(&0).unwrap().status = PartStatus::Local;
+        assert!(!files.prove(1).unwrap());
+        let state = files.state.lock();
+        let part = &state.files[&1][&0];
+        assert!(part.status == PartStatus::Missing && part.is_bad && state.waiting.contains(&(1, 0)));
     }
 }

@@ -177,8 +177,12 @@ impl ReadAt for DiskSource {
             ReadPath::BypassingCacheOnce => open.read_bypassing_cache(offset, out),
         };
         read.map_err(|error| {
+            let mut failures = self.failures.lock();
             if matches!(error, Error::Archive(_) | Error::Overtaken { .. }) || error.is_no_space() {
-                self.failures.lock().insert(file, error.clone());
+                failures.insert(file, error.clone());
+            } else {
+                // An earlier failure of the archive must not hide one of the medium.
+                failures.remove(&file);
             }
             to_io(error)
         })

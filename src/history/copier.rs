@@ -13,7 +13,7 @@ use remanent_format::PageId;
 
 use super::state::PastState;
 use super::view::View;
-use crate::base::allocation::{collected, push};
+use crate::base::allocation::{collected, make_room, push};
 use crate::base::parallel;
 use crate::base::process::{ForkGuard, Process};
 use crate::device::sums::{sum_each, sums_in, sums_len};
@@ -308,6 +308,7 @@ impl LoadRun<'_> {
             for at in range.clone().step_by(CHANGED_AT_ONCE as usize) {
                 let len = CHANGED_AT_ONCE.min(range.end - at);
                 let part = Span { offset: target.offset + at, len, ..target };
+                make_room(bytes, (len as usize).saturating_sub(bytes.len()))?;
                 bytes.resize(len as usize, 0);
                 self.staging.download(Lane::Load, part, bytes)?;
                 self.past.write_over(page, at, bytes)?;

@@ -146,6 +146,9 @@ impl PageClient {
     /// the fetched page. The order is unspecified, and the versions may belong to different batches. Pages that do not
     /// exist in the store of the server are skipped.
     ///
+    /// The next pages are requested before `each` is called. Return from `each` soon: with a
+    /// [polled](super::AgentOptions::polled) agent, the server may have to wait until then to send them.
+    ///
     /// # Errors
     /// Same as [`PageClient::fetch`].
     pub fn fetch_many(&mut self, pages: &[PageId], mut each: impl FnMut(usize, FetchedPage)) -> Result<()> {

@@ -191,7 +191,7 @@ impl ImageLoader<'_> {
         let target = (self.target)(wanted.page)?;
         // One piece of staging fills while earlier ones are uploaded.
         let (mut filling, mut at) = (StagingFill::default(), 0);
-        stream_image(self.source, &wanted.image, wanted.len, |mut bytes| -> Result<()> {
+        let loaded = stream_image(self.source, &wanted.image, wanted.len, |mut bytes| -> Result<()> {
             while !bytes.is_empty() {
                 let staged = match &mut filling.staged {
                     Some(staged) => staged,
@@ -210,6 +210,13 @@ impl ImageLoader<'_> {
                 }
             }
             Ok(())
+        });
+        // A part of the image that cannot be fetched from an archive is not damage.
+        loaded.map_err(|error| match error {
+            Error::Damaged(damaged) => {
+                self.source.archive_failure(&damaged.damage).unwrap_or(Error::Damaged(damaged))
+            }
+            error => error,
         })
     }
 

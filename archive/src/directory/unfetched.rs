@@ -151,7 +151,15 @@ impl UnfetchedParts {
             let part = Part { role: Role::Images, file, offset, len, crc };
             parts.push(ListedPart { entry: DataRef { key, part }, store, lister: raw.lister });
         }
-        Ok(Self::new(store, parts))
+        let decoded = Self::new(store, parts);
+        let ends = |listed: &ListedPart| listed.entry.part.offset + listed.entry.part.len;
+        let overlap = |parts: &BTreeMap<u64, ListedPart>| {
+            parts.values().zip(parts.keys().skip(1)).any(|(listed, next)| ends(listed) > *next)
+        };
+        if decoded.files.values().any(overlap) {
+            return Err(field("parts that overlap"));
+        }
+        Ok(decoded)
     }
 }
 
@@ -201,6 +209,14 @@ mod tests {
         parts.push(longer);
         let unfetched = UnfetchedParts::new(parts[0].store, parts);
         assert_eq!(UnfetchedParts::len_of(&unfetched.files[&2]), 6000);
+    }
+
+    #[test]
+    fn overlapping_parts_are_refused() {
+        let mut parts: Vec<ListedPart> = sample().files[&2].values().copied().collect();
+        parts[0].entry.part.len += 1;
+        let overlapping = UnfetchedParts::new(parts[0].store, parts);
+        UnfetchedParts::decode(&overlapping.encode()).unwrap_err();
     }
 
     #[test]

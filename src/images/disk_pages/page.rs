@@ -227,6 +227,11 @@ impl DiskPage {
             if within > 0 && self.blocks.contains_key(&last) {
                 self.change_block(last, |block| block.forget(within..BLOCK_LEN));
             }
+            let before = last.checked_sub(1).and_then(|number| Some((number, self.blocks.get(&number)?)));
+            if let Some((number, Written::InRun(run, index))) = before {
+                let (run, first) = (run.clone(), number - *index as u64);
+                self.split_if_sparse(&run, first);
+            }
         }
         self.len = len;
     }

@@ -266,6 +266,12 @@ fn blocks_of_long_writes_do_not_keep_each_others_memory() {
         let pending = write(&mut page, number, 1, 9);
         assert!(pending as usize <= 3 * blocks * (block + 100), "{pending} after block {number}");
     }
+    // A cut leaves one block of a run.
+    let op = Op::Write { page: PAGE, offset: 0, bytes: &vec![1; 100 * block] };
+    page.apply(&op);
+    page.apply(&Op::Resize { page: PAGE, len: block as u64 });
+    assert_eq!(read_all(&page), vec![1; block]);
+    assert!(images.pages.pending_bytes() < 2 * block as u64);
     drop(page);
     assert_eq!(images.pages.pending_bytes(), 0);
 }
