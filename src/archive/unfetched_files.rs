@@ -338,7 +338,7 @@ impl UnfetchedFiles {
     }
 }
 
-/// Returns whether the bytes of a part are in a file, by their checksum.
+/// Returns whether a file contains the bytes of a part, by comparing checksums.
 fn is_whole(
     file: &dyn DiskFile,
     listed: &ListedPart,

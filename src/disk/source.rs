@@ -115,6 +115,12 @@ impl DiskSource {
         self.archive_failure(&damage).unwrap_or_else(|| damage.into())
     }
 
+    /// Returns the failure of an archive that `error` reports as damage, and otherwise `error` itself.
+    pub fn cause_of(&self, error: Error) -> Error {
+        let Error::Damaged(damaged) = &error else { return error };
+        self.archive_failure(&damaged.damage).unwrap_or(error)
+    }
+
     fn was_uncached(&self, file: FileName, range: &Range<u64>) -> bool {
         let Some(uncached) = &self.uncached else { return false };
         let uncached = uncached.lock();

@@ -448,8 +448,8 @@ impl PastState {
         self.read_with_retry(|source| self.op_locations.check(source, &self.resolved, page))
     }
 
-    /// Returns the image from which a page is composed by operations that do not change its length. The second value is
-    /// whether there are any. Returns `None` if the page is composed in another way.
+    /// Returns the image of a page whose length no later operation changed, and whether later operations changed its
+    /// bytes. Returns `None` for any other page.
     pub fn image_below(&self, page: PageId) -> Option<(ImageRef, bool)> {
         let base = self.op_locations.base_in_place(&self.resolved, page)?;
         base.image.map(|image| (image, self.exact_image(page).is_none()))

@@ -212,12 +212,7 @@ impl ImageLoader<'_> {
             Ok(())
         });
         // A part of the image that cannot be fetched from an archive is not damage.
-        loaded.map_err(|error| match error {
-            Error::Damaged(damaged) => {
-                self.source.archive_failure(&damaged.damage).unwrap_or(Error::Damaged(damaged))
-            }
-            error => error,
-        })
+        loaded.map_err(|error| self.source.cause_of(error))
     }
 
     /// Loads a part of a long image, and returns the part's checksum if the host computes it.

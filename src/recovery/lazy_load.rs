@@ -234,12 +234,7 @@ impl Loads {
             summed_by: if is_short { SummedBy::Host } else { SummedBy::Device },
         };
         let loaded = loader.load(std::iter::once(&mut *images), parallel::threads(LONG_THREADS_MAX));
-        loaded.map_err(|error| match error {
-            Error::Damaged(damaged) => {
-                source.archive_failure(&damaged.damage).unwrap_or(Error::Damaged(damaged))
-            }
-            error => error,
-        })
+        loaded.map_err(|error| source.cause_of(error))
     }
 
     /// Passes loaded pages to the applier, and wakes the callers that wait for the pages.

@@ -73,8 +73,8 @@ impl UnfetchedParts {
     /// Maximum length of the file in bytes.
     pub const LEN_MAX: u64 = (UnfetchedFileRaw::LEN + PARTS_MAX * UnfetchedPartRaw::LEN) as u64;
 
-    /// Creates the list from parts in the order in which the archive listed them. Of two parts of a file at one offset,
-    /// the later one counts.
+    /// Creates the list from parts in the order in which the archive listed them. If two parts of a file have
+    /// the same offset, the later one is kept.
     #[must_use]
     pub fn new(store: StoreId, parts: impl IntoIterator<Item = ListedPart>) -> Self {
         let mut files: BTreeMap<u64, BTreeMap<u64, ListedPart>> = BTreeMap::new();
