@@ -1,11 +1,12 @@
 //! The interface to an object store.
 //!
 //! The protocol requires that [`Bucket::create`] and [`Bucket::get`] of one key are linearizable, and that only
-//! [`Bucket::delete`] removes objects. It requires nothing of listings: [`Bucket::list`] may lag and may return names
-//! in any order. A request may fail, be repeated, be delayed without limit, or take effect after its sender died.
+//! [`Bucket::delete`] removes objects. Listings have no such requirement: the result of [`Bucket::list`] may be out of
+//! date and in any order. A request may fail, be repeated, be delayed indefinitely, or take effect after its sender has
+//! died.
 //!
-//! An implementation must not retry a create by itself. If it did, a retried request could report [`Creation::Exists`]
-//! for its own object, and the protocol would not know that the outcome is in doubt.
+//! An implementation must not retry a create itself. Otherwise a retried request could report [`Creation::Exists`] for
+//! the object that its first attempt created, and the protocol would not detect that the outcome is unknown.
 
 use std::fmt;
 use std::future::Future;
@@ -24,7 +25,7 @@ pub enum Creation {
     Exists,
 }
 
-/// The class of a failed request.
+/// The class of a failed request. It determines the remedy, and whether the request is repeated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum FailureClass {
@@ -93,7 +94,7 @@ pub struct BucketError {
     pub message: String,
 }
 
-/// An object store, or a folder in one.
+/// An object store, or a folder in an object store, that contains one archive.
 ///
 /// The futures need not be `Send`, because an uploader polls them on its own thread.
 pub trait Bucket {
@@ -126,7 +127,8 @@ pub trait Bucket {
     /// Returns the bytes of an object or of a range of it, or `None` if the object does not exist.
     ///
     /// # Errors
-    /// Returns the class and the message of the failed request, also if the connection ends before the last byte.
+    /// Returns the class and the message of the failed request. A connection that ends before the last byte is a
+    /// failure.
     fn get(
         &self,
         key: ObjectKey,
@@ -146,8 +148,8 @@ pub trait Bucket {
     /// Returns the class and the message of the failed request.
     fn delete(&self, key: ObjectKey) -> impl Future<Output = Result<(), BucketError>>;
 
-    /// Waits before the next attempt of a failed request and returns true, or returns false if no further attempt shall
-    /// be made. `attempt` is the number of failed attempts, starting at 1. The implementation chooses the duration of
-    /// the pause and the number of attempts.
+    /// Waits before the next attempt of a failed request. Returns true after the wait, or false if the caller must make
+    /// no further attempt. `attempt` is the number of failed attempts, starting at 1. The implementation chooses the
+    /// duration of the pause and the number of attempts.
     fn pause(&self, attempt: u32, failure: &BucketError) -> impl Future<Output = bool>;
 }

@@ -15,7 +15,7 @@ pub enum Error {
     /// A request to the bucket failed in every attempt.
     #[error("{action} {key}: {source}")]
     Bucket {
-        /// The action: `get`, `put`, `list` or `create`.
+        /// Name of the request: `get`, `put`, `list` or `create`.
         action: &'static str,
         /// Key of the object.
         key: ObjectKey,
@@ -89,7 +89,7 @@ pub enum Error {
         /// Id of the store in the directory.
         expected: StoreId,
     },
-    /// The archive contains no fence, so there is nothing to restore.
+    /// The archive contains no fence, so it has no state to restore.
     #[error("the archive is empty; check the URL")]
     Empty,
     /// The bucket does not behave as the protocol requires.
@@ -138,7 +138,7 @@ pub enum Error {
     /// The operation is not permitted while the outcome of an append is unknown.
     #[error("the outcome of an append is unknown; call `append_run` first")]
     AppendPending,
-    /// The line cannot be read or cut at a batch that no kept manifest precedes.
+    /// The line cannot be read or cut at the batch, because no kept manifest precedes the batch.
     #[error("no kept manifest ends at or below lsn {lsn}; choose a later point")]
     CutTooOld {
         /// Lsn of the batch.
@@ -181,11 +181,12 @@ pub enum Error {
     Local(#[from] std::io::Error),
 }
 
-/// The reason why a directory cannot continue its archive.
+/// The reason why a directory cannot continue an archive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Divergence {
-    /// The directory has no record of the newest fence, so another directory created it. A takeover waives this check.
+    /// The directory has no record of the newest fence, so another directory created that fence. A takeover waives this
+    /// check.
     UnknownFence,
     /// The archive keeps a named snapshot that the directory never had. A takeover waives this check and removes the
     /// snapshot from the archive.
@@ -228,7 +229,7 @@ pub enum Damage {
         /// The last batch of the state.
         expected: BatchPoint,
     },
-    /// The line ends below the end of a snapshot.
+    /// The archived log ends before the end of a snapshot.
     #[error("the snapshot needs the log up to {end}, but the archived log ends at {found}")]
     EndNotReached {
         /// The batch up to which a restore of the snapshot replays the log.
@@ -239,10 +240,10 @@ pub enum Damage {
     /// An object has a kind that is not valid at its position.
     #[error("another writer created a {} at a position where only a fence or a boundary is valid", .0.name())]
     Unexpected(Kind),
-    /// No kept manifest exists from which a restore could start.
+    /// The archive keeps no manifest from which a restore can start.
     #[error("no kept manifest precedes it")]
     NoStart,
-    /// The bucket refuses to create the object, but does not contain it.
+    /// The bucket refuses to create the object although it does not contain the object.
     #[error("the bucket refuses to create it but does not contain it")]
     Refused,
 }
@@ -256,7 +257,7 @@ impl Error {
         Error::Damaged { key, damage: Damage::Bytes(defect) }
     }
 
-    /// Returns true if the error is damage because the object belongs to another store.
+    /// Returns true if the error is that an object belongs to another store.
     #[must_use]
     pub fn is_foreign(&self) -> bool {
         let Error::Damaged { damage: Damage::Bytes(defect), .. } = self else { return false };

@@ -2,9 +2,9 @@
 //!
 //! An archive is a continuous copy of one store in an object store. This crate defines the objects of an archive, and
 //! the functions that create, find, read and delete them. [`Bucket`](bucket::Bucket) is the interface to an object
-//! store, and [`LocalStore`](local::LocalStore) the interface to the directory that is archived. The functions are
-//! futures that need no particular runtime. The feature `object_store` adds `remote`, which implements `Bucket` for
-//! real object stores.
+//! store, and [`LocalStore`](local::LocalStore) is the interface to the archived directory. The functions return
+//! futures that any runtime can poll. The feature `object_store` adds `remote`, which implements `Bucket` for real
+//! object stores.
 //!
 //! [`mirror::push`] archives the directory of a store that is not open. [`mirror::restore`] writes a directory that the
 //! engine can open and that continues the archive. The command `remanent archive` uses both. The engine archives an
@@ -20,38 +20,41 @@
 //! ```
 //!
 //! A writer first creates a *fence*, whose position is its *term*. Then it appends *runs* of log frames and *manifests*
-//! of snapshots, each at the next position of the line. A *boundary* permits deleting objects below its start. Each
-//! position is taken by a single create: a writer that finds another writer's fence at its position is superseded.
+//! of snapshots, each at the next position of the line. A *boundary* permits deleting objects below its start. A single
+//! create decides which object gets a position: a writer that finds another writer's fence at its position is
+//! superseded.
 //!
 //! Comments in the code cite the rules of this protocol by number, for example "rule 5". [`rules`] lists all rules.
 //!
 //! # Terms
 //!
 //! - **opening**: the segment header that starts an *incarnation*, the part of the log that one open of the store
-//!   writes. It names its *predecessor*, the last earlier batch that it continues. Batches above the predecessor are
-//!   dropped.
+//!   writes. It names its *predecessor*, the last earlier batch that it continues. The open drops all batches above the
+//!   predecessor.
 //! - **mark**: a statement in a frame that the log was synced up to an earlier batch. A batch under a mark that is
 //!   itself synced is *proven*: every later open keeps it.
-//! - **redo** and **end** of a snapshot: the batches from which and up to which a restore of it replays the log.
+//! - **redo** and **end** of a snapshot: a restore of the snapshot replays the log after `redo` and up to `end`.
 //! - **link**: a manifest file of the directory. A snapshot consists of a chain of links.
 //! - **catalog**: the line object that lists the *named snapshots* that the archive keeps.
-//! - **bound**: the copy of a boundary in `bound/`, by which the newest boundary is found.
-//! - **hole**: the positions that were deleted because of a boundary. A stalled process may create objects there again.
-//! - **sweep**: deleting the objects that a boundary has released.
+//! - **bound**: a copy of a boundary in `bound/`. Readers use the copies to find the newest boundary.
+//! - **hole**: the positions whose objects were deleted because of a boundary. A stalled process may create objects at
+//!   these positions again.
+//! - **sweep**: the deletion of the objects that a boundary has released.
 //! - **cut**: a fence that continues the line at an earlier batch.
-//! - **gap**: batches that were never archived, because the log that contained them was recycled first.
+//! - **gap**: batches that were never archived, because the log with these batches was recycled first.
 //!
 //! # Promises
 //!
-//! - Every restore of the end of the line that starts after a batch was acknowledged as archived contains the batch,
-//!   unless a user cuts the line.
+//! - A restore of the end of the line contains every batch that was acknowledged as archived before the restore
+//!   started, unless a user cuts the line.
 //! - A restore returns a state of the line. Two restores never disagree on a common prefix.
 //! - After its successor has created a fence, a superseded writer acknowledges no batch.
 //!
 //! These promises hold if creates and reads of one key are linearizable and if only the archive removes its objects.
 //! They do not depend on listings or clocks. A request may fail, be repeated, be delayed without limit, take effect
 //! after its sender died, or report that an object exists although nothing was written. `tests/it/campaign.rs` checks
-//! the promises in a simulation with these faults, and `tests/it/rules.rs` that each rule of [`rules::Rule`] is needed.
+//! the promises in a simulation with these faults. `tests/it/rules.rs` checks that each rule of [`rules::Rule`] is
+//! needed.
 //!
 //! # Map
 //!

@@ -1,4 +1,4 @@
-//! The interface to the local directory that is archived.
+//! The interface to the local store directory that is archived.
 
 use std::io;
 
@@ -20,21 +20,21 @@ pub struct FenceRecord {
 
 /// Log frames that are ready to be archived (rule 7).
 ///
-/// The frames are contiguous and end with a batch. A durable mark after them, which is itself synced, proves them, so
-/// every later open of the directory keeps them. Only implementations of [`LocalStore`] may create this value.
+/// The frames are contiguous and end with a batch. A synced durable mark after them proves the batches, so every later
+/// open of the directory keeps these batches. Only implementations of [`LocalStore`] may create this value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SealedFrames {
     /// The last batch before the first frame.
     pub before: BatchPoint,
-    /// The last batch of the frames.
+    /// The last batch in the frames.
     pub after: BatchPoint,
-    /// The frames as they are in the log.
+    /// The bytes of the frames, as in the log.
     pub bytes: Vec<u8>,
     /// The parts of image files and tables that the frames name. They are uploaded before the run (rule 9).
     pub files: Vec<Part>,
 }
 
-/// A piece of a file that becomes a [`Part`] once its checksum is computed.
+/// A piece of a file that is not uploaded yet. The piece becomes a [`Part`] once its checksum is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FilePiece {
     /// Kind of the file.
@@ -48,7 +48,7 @@ pub struct FilePiece {
 }
 
 impl FilePiece {
-    /// Returns the part with the bytes of this piece, whose CRC-64 is `crc`.
+    /// Returns the part that consists of this piece. `crc` is the CRC-64 of its bytes.
     #[must_use]
     pub fn part(self, crc: u64) -> Part {
         let Self { role, file, offset, len } = self;
@@ -67,8 +67,8 @@ pub trait LocalStore {
     /// Returns the bytes of the STORE file.
     fn store_file(&self) -> Vec<u8>;
 
-    /// Returns a random number that is drawn once for each open of the store. It is part of the keys of this writer's
-    /// data objects, so that two writers never use the same key.
+    /// Returns a random number, which is chosen once for each open of the store. The keys of this writer's data objects
+    /// contain the number, so that two writers never use the same key.
     fn random(&self) -> u64;
 
     /// Returns true if the store is archived while it is open. A directory restored from such an archive must not be
@@ -77,15 +77,17 @@ pub trait LocalStore {
         false
     }
 
-    /// Returns true if the directory contains the named snapshot `kept`, or contained it and its name was given up. An
-    /// older copy of the directory returns false for newer snapshots; it may reuse the numbers of their files.
+    /// Returns true if the directory contains the named snapshot `kept`, or contained it before its name was given up.
+    /// An older copy of the directory returns false for newer snapshots, because it may reuse the numbers of their
+    /// files.
     fn knows_name(&self, kept: &KeptSnapshot) -> bool;
 
-    /// Returns the newest batch.
+    /// Returns the newest batch of the store.
     fn newest(&self) -> BatchPoint;
 
-    /// Returns the segment headers of openings in the history, oldest first. Contains at least every opening after the
-    /// incarnation of the last archived batch, including the opening that the current open wrote or is about to write.
+    /// Returns the segment headers of openings in the history, oldest first. The result contains at least every opening
+    /// after the incarnation of the last archived batch, including the opening that the current open wrote or is about
+    /// to write.
     fn openings(&self) -> Vec<SegmentHeader>;
 
     /// Returns the chain hash of the frame of a batch, or `None` if the directory does not know the batch. A directory
@@ -93,27 +95,28 @@ pub trait LocalStore {
     /// dropped.
     ///
     /// # Errors
-    /// Returns the error of reading from the disk.
+    /// Returns an error if the directory cannot be read.
     fn chain_of(&self, incarnation: Incarnation, lsn: Lsn) -> io::Result<Option<u32>>;
 
-    /// Returns the recorded fences.
+    /// Returns the recorded fences that the directory created or tried to create.
     fn fences(&self) -> Vec<FenceRecord>;
 
     /// Replaces the recorded fences. Returns after the new records are durable.
     ///
     /// # Errors
-    /// Returns the error of writing to the disk.
+    /// Returns an error if the record cannot be written.
     fn record_fences(&mut self, fences: &[FenceRecord]) -> io::Result<()>;
 
     /// Returns the frames after batch `archived` that are ready to be archived, or `None` if there are none.
     ///
     /// # Errors
-    /// Returns the error of reading from the disk.
+    /// Returns an error if the directory cannot be read.
     fn sealed_frames(&self, archived: &BatchPoint) -> io::Result<Option<SealedFrames>>;
 
-    /// Returns the bytes of a part of a file. The caller keeps the file from being removed or reused (rule 13).
+    /// Returns the bytes of a part of a file. The caller must ensure that the file is not removed or reused during the
+    /// call (rule 13).
     ///
     /// # Errors
-    /// Returns the error of reading from the disk.
+    /// Returns an error if the directory cannot be read.
     fn read_part(&self, part: &Part) -> io::Result<Vec<u8>>;
 }

@@ -1,9 +1,9 @@
 //! A bucket that prefetches, in parallel, the objects to which a hint refers.
 //!
-//! The search for the end of a line reads one object after another, because each object links to the next one. If the
-//! hint is current, the keys of these objects are known in advance. The search itself is unchanged: its reads return the
-//! prefetched objects. A prefetched answer that an object does not exist is returned only once, so that a repeated read
-//! detects an object that was created since. Existing objects never change.
+//! The search for the end of a line reads one object after another, because each object determines the key of the next
+//! one. If the hint is up to date, these keys are known in advance. The search itself is unchanged, but its reads
+//! return prefetched objects. If a prefetch found that an object does not exist, only the first read returns this
+//! result. A repeated read thus finds an object that was created in the meantime. Existing objects never change.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use futures_util::future::join_all;
 use crate::bucket::{Bucket, BucketError, Creation};
 use crate::object::{Bound, Content, Folder, Hint, LineObject, ObjectKey, Role};
 
-/// Maximum number of runs, and of data objects of a manifest, that are read in advance.
+/// Maximum number of runs that are prefetched. The same limit applies to the data objects of a manifest.
 const AHEAD_MAX: usize = 8;
 
 /// A bucket that prefetches the objects to which its hint refers.
@@ -30,7 +30,8 @@ impl<'b, B: Bucket> ReadAhead<'b, B> {
         Self { bucket, answers: RefCell::default() }
     }
 
-    /// Returns the answer to a read, if it has arrived. Only objects of the line and boundaries stay for further reads.
+    /// Returns the prefetched answer to a read, or `None` if the object was not prefetched. Keeps only line objects and
+    /// boundaries for further reads.
     fn take(&self, key: ObjectKey, range: Option<&Range<u64>>) -> Option<Option<Vec<u8>>> {
         let mut answers = self.answers.borrow_mut();
         let (Some(bytes), false) = (answers.get(&key)?, matches!(key, ObjectKey::Data(_))) else {
@@ -41,10 +42,11 @@ impl<'b, B: Bucket> ReadAhead<'b, B> {
         bytes.get(range.start as usize..end).map(|bytes| Some(bytes.to_vec()))
     }
 
-    /// Reads the end and the newest manifest that a hint states, and then the objects to which they link.
+    /// Prefetches the objects to which a hint refers: the end and the newest manifest, and then the objects to which
+    /// these link.
     async fn follow(&self, hint: &[u8]) {
         let Ok(Hint { end, manifest, bound }) = Hint::decode(hint, None) else { return };
-        // A search that was overtaken starts again.
+        // The cached answers may be from an earlier search, which a boundary has overtaken.
         self.answers.borrow_mut().clear();
         let lines = [end, end.saturating_add(1), manifest].map(ObjectKey::Line);
         let bounds = [bound, bound.saturating_add(1)].map(ObjectKey::Bound);
@@ -79,7 +81,7 @@ impl<'b, B: Bucket> ReadAhead<'b, B> {
         LineObject::decode(&self.bytes(ObjectKey::Line(position))?, position, None).ok()
     }
 
-    /// Reads objects together. A read that fails is repeated by the caller that needs it.
+    /// Prefetches objects concurrently. If a read fails, the caller that needs the object repeats the read.
     async fn get_all(&self, keys: impl Iterator<Item = ObjectKey>) {
         let is_new = |key: &ObjectKey| {
             let is_number = !matches!(key, ObjectKey::Line(0) | ObjectKey::Bound(0));

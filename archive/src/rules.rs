@@ -1,7 +1,7 @@
-//! The rules of the archive protocol, and the ones that a test can leave out.
+//! The rules of the archive protocol.
 //!
-//! The names in italics are those of [`Rule`], whose documentation states the failure that each one prevents. The
-//! [crate documentation](crate) explains the terms.
+//! A name in italics is a variant of [`Rule`], a rule that a test can leave out. The documentation of the variant
+//! states the failure that the rule prevents. The [crate documentation](crate) explains the terms.
 //!
 //! # Creating line objects
 //!
@@ -37,8 +37,8 @@
 //!     may append one.
 //! 15. Each boundary is copied to `bound/<k>`, so that the newest one is found by GET (*chain*). A process that finds a
 //!     boundary without its copy creates the copy (*bcomp*).
-//! 16. After each create on the line, and before it acknowledges a batch, a process looks for the next boundary. If the
-//!     boundary starts above the created position, the process is superseded (*check*).
+//! 16. After each create on the line, and before it acknowledges a batch, a process checks whether the next boundary
+//!     exists. If the boundary starts above the created position, the process is superseded (*check*).
 //! 17. A boundary starts at the run that contains the `redo` of the kept manifest (*redo*). It repeats the newest fence
 //!     below its start, and lists the named snapshots that are kept (*names*).
 //! 18. A boundary is appended only over a manifest of which every part was read back, or was checked by the server.
@@ -69,8 +69,8 @@
 //! 30. An open probes the bucket: it must report an absent object as absent, and refuse a second create of one key.
 //! 31. An open is refused if the bucket cannot be reached, unless the archive is optional.
 //!
-//! Without the feature `testing`, [`Rules`] has no fields and every rule is followed. With it, a simulation leaves out
-//! one rule and must then detect a violation of a promise.
+//! Without the feature `testing`, [`Rules`] has no fields, and every rule is followed. With the feature, a simulation
+//! can leave out one rule, and must then detect a violation of a promise.
 
 /// A rule that a test can leave out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -124,8 +124,8 @@ pub enum Rule {
     /// A process that finds a boundary without its copy creates the copy (rule 15). Otherwise the number is used again
     /// for another boundary.
     BComp,
-    /// After each create on the line, the process looks for the next boundary (rule 16). Otherwise a stalled writer
-    /// creates a deleted position again and acknowledges its batches.
+    /// After each create on the line, the process checks whether the next boundary exists (rule 16). Otherwise a
+    /// stalled writer creates an object again at a deleted position, and acknowledges its batches.
     Check,
     /// A boundary starts at the run that contains the `redo` of the kept manifest (rule 17). Otherwise frames that the
     /// manifest needs are deleted.
@@ -141,7 +141,7 @@ pub enum Rule {
     /// Unlisted data is deleted only if its term is below that of the newest fence (rule 20). Otherwise a prune deletes
     /// parts that a concurrent writer is about to list.
     Unnamed,
-    /// A reader looks for a newer boundary when it reaches the end, and before it reports a missing object (rules 22
+    /// A reader checks for a newer boundary at the end of the line, and before it reports a missing object (rules 22
     /// and 23). Otherwise a reader in a hole misses acknowledged batches.
     RCheck,
 }
@@ -176,7 +176,7 @@ impl Rule {
     ];
 }
 
-/// The rules that a process follows: all of them, unless a test leaves out some.
+/// The rules that a process follows: all rules, except those that a test leaves out.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Rules {
     /// Bit set of the rules that are left out, by their position in [`Rule::ALL`].
@@ -186,7 +186,7 @@ pub struct Rules {
 
 #[cfg(feature = "testing")]
 impl Rules {
-    /// Returns the rules without `rule`, to show that a test detects the omission.
+    /// Returns these rules without `rule`. A test that leaves out a rule must detect a violation of a promise.
     #[must_use]
     pub fn without(self, rule: Rule) -> Self {
         Self { omitted: self.omitted | 1 << rule as u32 }

@@ -1,4 +1,5 @@
-//! The files that a reader of an archive sees: local files, and files whose parts are fetched when they are read.
+//! The read-only disk of a reader of an archive: local files, and archived files whose parts are fetched when they are
+//! read.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
@@ -19,47 +20,47 @@ use crate::disk::{Disk, DiskFile, DiskLock, Hold, Window};
 use crate::error::{Error, IoAction, Result};
 use crate::options::{ImageIo, LogIo};
 
-/// The files of a view of an archive, or of the batches of a run. They are read-only.
+/// A read-only disk with the files of a view of an archive, or with the files that the batches of a run need.
 pub(super) struct ArchivedDisk {
-    /// The files that were fetched when the archive was opened.
+    /// The local files: STORE, the log, manifests and tables, which were written when the view or follower was opened.
     local: Arc<dyn Disk>,
-    /// The image files and tables in the archive.
+    /// The files whose parts are fetched from the archive: image files and tables.
     files: BTreeMap<FileName, Arc<ArchivedFile>>,
-    /// Keeps the folder of the local files, also for a state without images.
+    /// Keeps the temporary folder of the local files. A state without images needs the folder too.
     source: PartSource,
 }
 
-/// The source of the parts of files. A forked child does not drop it, because it contains threads and a temporary
-/// folder of the parent.
+/// A shared handle to the source of file parts. A forked child does not drop the source, because the source contains
+/// threads and a temporary folder of the parent.
 pub(super) type PartSource = Arc<ForkGuard<SourceParts>>;
 
-/// The parts of a [`PartSource`].
+/// The contents of a [`PartSource`]: the bucket, the cache of fetched parts, and the temporary folder.
 pub(super) struct SourceParts {
     pub url: String,
     pub bucket: RemoteBucket,
     pub cache: PartCache,
-    /// The folder of the local files, which is removed at the end.
+    /// The temporary folder of the local files. Dropping this value removes the folder.
     pub _folder: tempfile::TempDir,
 }
 
-/// A file in an archive.
+/// A file whose parts are in an archive.
 struct ArchivedFile {
     file: FileName,
-    /// The batch that needs the file, for errors.
+    /// The batch that needs the file. Errors state this batch.
     lsn: Lsn,
-    /// The parts by their offsets, each with its number in the cache.
+    /// The parts by their offsets in the file, each with its number in the cache.
     parts: BTreeMap<u64, (usize, ListedPart)>,
     source: PartSource,
 }
 
-/// The hold of a state whose files no writer removes.
+/// A lock without effect. No writer removes the files of an archived state while they are read.
 struct NoLock;
 
 impl DiskLock for NoLock {}
 
 impl ArchivedDisk {
-    /// Creates the files that batch `lsn` needs, from their parts and the numbers of these in the cache. Of two parts of
-    /// a file at one offset, the later one counts.
+    /// Creates a disk with the files that batch `lsn` needs. `parts` contains the parts of these files, each with its
+    /// number in the cache. If two parts of a file have the same offset, the later part is used.
     pub fn new(
         local: Arc<dyn Disk>,
         parts: impl IntoIterator<Item = (usize, ListedPart)>,
@@ -84,14 +85,14 @@ impl ArchivedDisk {
 }
 
 impl SourceParts {
-    /// Returns the archive that contains the parts.
+    /// Returns the archive from which the parts are fetched.
     pub fn archive(&self) -> Archive<'_, RemoteBucket, SystemNonces> {
         Archive { bucket: &self.bucket, nonces: &SystemNonces, rules: Rules::default() }
     }
 
     fn fetch(&self, part: &ListedPart, lsn: Lsn) -> Result<Vec<u8>> {
         self.bucket.block_on(fetch_part(self.archive(), part)).map_err(|failure| match failure {
-            // The newest snapshot of the archive is not known here.
+            // This method does not know the newest snapshot of the archive.
             Failure::Overtaken { .. } => Error::Overtaken { lsn, snapshot: None },
             failure => error_of(&self.url, &failure),
         })
@@ -99,8 +100,8 @@ impl SourceParts {
 }
 
 impl ArchivedFile {
-    /// Fills the start of `out` with the bytes at `offset`, and returns their number. Fetches the part that contains
-    /// them.
+    /// Copies bytes of the file, starting at `offset`, to the start of `out`, and returns the number of copied bytes.
+    /// All of these bytes are in one part, which is fetched if it is not cached.
     fn read_part(&self, offset: u64, out: &mut [u8]) -> Result<usize> {
         let failed = |error| Error::io(IoAction::Read, self.file, Some(offset), error);
         let source = self.source.check()?;
@@ -125,7 +126,7 @@ fn end() -> io::Error {
     ErrorKind::UnexpectedEof.into()
 }
 
-/// Returns the error for a change of an archive's view.
+/// Returns the error for an attempt to change a file of an archive.
 fn read_only(action: IoAction, file: FileName) -> Error {
     Error::io(action, file, None, ErrorKind::ReadOnlyFilesystem.into())
 }

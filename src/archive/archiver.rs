@@ -18,9 +18,9 @@ use crate::options::ArchiveOptions;
 use crate::recovery::RecoveryReport;
 use crate::snapshot::Snapshots;
 
-/// An archive that was checked against the directory while the store is being opened.
+/// An archive that the directory may continue. The store is still being opened.
 pub(crate) struct CheckedArchive {
-    // Declared before `thread`, so that it is dropped first: the thread then stops waiting for the open store.
+    // Declared before `thread` and therefore dropped first, so that the thread stops waiting for the open store.
     opened: mpsc::Sender<OpenedStore>,
     answers: mpsc::Receiver<Result<()>>,
     thread: ArchiveThread,
@@ -94,7 +94,7 @@ impl CheckedArchive {
         let lost = recovered.harmless.iter().any(|damage| matches!(damage.file, FileName::Manifest(_)));
         let opened =
             OpenedStore { engine: engine.clone(), snapshots: snapshots.clone(), has_lost_snapshots: lost };
-        // If the thread has ended, `answer` returns the error.
+        // A send fails only if the thread has ended. `answer` then returns the error.
         let _ = self.opened.send(opened);
         self.answer()?;
         let watching = engine.clone();
@@ -113,7 +113,7 @@ impl CheckedArchive {
 }
 
 impl Drop for Archiver {
-    /// Archives the last batches and stops the thread. The batches remain unarchived if a request fails.
+    /// Archives the remaining batches and stops the thread. If a request fails, these batches are not archived.
     fn drop(&mut self) {
         self.thread.progress.stop();
         // Cancels a snapshot that the thread is taking for the archive.
@@ -125,7 +125,7 @@ impl Drop for Archiver {
 impl Drop for ArchiveThread {
     fn drop(&mut self) {
         self.progress.stop();
-        // Cancels pauses before further attempts of a request.
+        // Ends the pauses between the attempts of a request.
         self.bucket.stop();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()

@@ -6,13 +6,13 @@ use super::failures::error_of_open;
 use crate::error::Result;
 use crate::options::ArchiveOptions;
 
-/// Number of attempts of one request. The uploader itself tries again later.
+/// Maximum number of attempts of one request. After the last attempt, the uploader starts another round later.
 const ATTEMPTS: u32 = 4;
 
 /// Opens the bucket of an archive. Sends no request.
 ///
 /// # Errors
-/// [`Error::Archive`](crate::Error::Archive) for a URL or settings that cannot be used.
+/// [`Error::Archive`](crate::Error::Archive) if the URL or a setting is invalid.
 pub(super) fn open_bucket(options: &ArchiveOptions) -> Result<RemoteBucket> {
     let settings = RemoteOptions::default().attempts(ATTEMPTS);
     let settings =

@@ -5,7 +5,7 @@ use remanent_archive::remote::OpenError;
 
 use crate::error::{ArchiveError, ArchiveErrorKind, Error};
 
-/// Converts an error of the archive at `url`.
+/// Converts an error of the archive at `url` to an error of the store.
 pub(super) fn error_of(url: &str, failure: &Failure) -> Error {
     let kind = match failure {
         Failure::Superseded { .. } => ArchiveErrorKind::Superseded,
@@ -21,20 +21,20 @@ pub(super) fn error_of(url: &str, failure: &Failure) -> Error {
     let text = failure.to_string();
     let reason = match failure {
         Failure::Local(_) => text,
-        // The text after the last "; " is a remedy. Messages of a bucket, before it, may contain "; " too.
+        // The remedy follows the last "; ". The bucket's message before the remedy may also contain "; ".
         _ => text.rsplit_once("; ").map_or(text.as_str(), |(reason, _)| reason).to_owned(),
     };
     ArchiveError { url: url.to_owned(), kind, reason }.into()
 }
 
-/// Converts the error for a bucket that cannot be opened.
+/// Converts the error of a failed open of a bucket to an error of the store.
 pub(super) fn error_of_open(failure: &OpenError) -> Error {
     let reason = failure.to_string();
     ArchiveError { url: String::new(), kind: ArchiveErrorKind::Settings, reason }.into()
 }
 
 /// Returns true if the failure is transient, such as an unreachable bucket or an unreadable file. A later attempt may
-/// then succeed: either the line is unchanged, or the next append completes the object of unknown outcome.
+/// then succeed: either the line is unchanged, or the next append determines whether the object was created.
 pub(super) fn is_passing(failure: &Failure) -> bool {
     matches!(
         failure,

@@ -1,9 +1,9 @@
-//! Follows an archive: returns the batches of its runs in order.
+//! Follows an archive: returns the archived batches in order.
 //!
 //! The line of the archive states the order of the runs, and each frame contains the chain hash of the frame before it.
-//! A frame is verified like one in a log (I3). Only proven frames are archived, so that no later open drops a batch that
-//! was returned. Two events end a follower: a cut, by which a user continues the archive at an earlier batch, and a gap
-//! or a boundary, after which the next batch is not in the archive.
+//! A frame is verified like one in a log (I3). Only proven frames are archived, so that no later open drops a batch
+//! that was returned. Two kinds of events end a follower. After a *cut*, the archive continues at an earlier batch,
+//! because a user requested it. After a *gap* or a *boundary*, the archive does not contain the next batch.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -33,11 +33,11 @@ use crate::options::ArchiveOptions;
 
 /// Minimum time between two requests for an object that does not exist yet.
 const INTERVAL_MIN: Duration = Duration::from_millis(10);
-/// Number of requests for the next object between two checks that its position is still kept.
+/// Number of requests for the next object after which the follower checks that a boundary has not passed its position.
 const CHECK_EVERY: u64 = 10;
 
-/// Opens a follower of an archive. `folder` is an empty temporary folder, and `local` is the same folder as the directory
-/// of a store.
+/// Opens a follower of an archive. `folder` is an empty temporary folder, and `local` is a [`Disk`] for the same
+/// folder.
 ///
 /// # Errors
 /// The errors of [`Follower::open_archive`].
@@ -71,27 +71,28 @@ struct ArchiveFollower {
     /// The directory of the local files.
     local: Arc<dyn Disk>,
     cursor: LineCursor,
-    /// An object of the line that could not be taken yet.
+    /// An object that was read from the line and not processed yet, because processing it failed.
     object: Option<LineObject>,
-    /// The run whose frames are returned.
+    /// The run whose batches are being returned.
     run: Option<OpenRun>,
     /// STORE of the newest fence that was read.
     store: Option<StoreFile>,
-    /// The openings of the newest fences, by number of the incarnation.
+    /// The openings that fences list, each with its segment number, by the number of the incarnation.
     openings: BTreeMap<u32, (u64, Opening)>,
-    /// Cuts that the line contained when the follower was opened, and that were not reached yet, oldest first.
+    /// The cuts that the line contained when the follower was opened and that the follower has not reached, oldest
+    /// first.
     cuts: Vec<Cut>,
     /// The last batch that was returned.
     position: FollowerPosition,
-    /// Whether `position` was compared with the archive.
+    /// Whether `position` was compared with the archive. A mismatch is an error.
     is_verified: bool,
     /// The last batch that was read, once it is known.
     batch: Option<BatchPoint>,
     /// The point in the log after the last frame that was read, once it is known.
     point: Option<LogPoint>,
-    /// The number of parts that were listed, which numbers parts in the cache.
+    /// The number of parts that the processed runs list. The cache identifies the next part by this number.
     parts: usize,
-    /// The earliest time of the next request if there was no object, or the request failed.
+    /// The earliest time of the next request if `is_delayed` is true.
     poll_after: Instant,
     is_delayed: bool,
     interval: Duration,
@@ -101,12 +102,12 @@ struct ArchiveFollower {
 /// A run that is being read.
 struct OpenRun {
     run: Run,
-    /// The frames, and the offset of the next one.
+    /// The bytes of all frames. `at` is the offset of the next frame.
     frames: Vec<u8>,
     at: usize,
-    /// The files that the batches name.
+    /// A disk with the files that the batches name.
     disk: Arc<dyn Disk>,
-    /// The last batch to return: a cut that follows removes later ones.
+    /// The last batch to return. A later cut has removed the batches after it.
     until: Lsn,
 }
 
@@ -164,12 +165,12 @@ impl ArchiveFollower {
         Ok(follower)
     }
 
-    /// Returns an error if a cut has removed the batch at the position. The search for the batch began after that cut, so
-    /// it is not needed any more.
+    /// Returns an error if a cut has removed the batch at the follower's position. Then removes the cuts below that
+    /// batch from `cuts`.
     fn check_cuts(&mut self) -> Result<()> {
         let FollowerPosition { incarnation, lsn, .. } = self.position;
         for cut in self.cuts.iter().filter(|cut| cut.batch.lsn < lsn) {
-            // A later incarnation has continued after the cut.
+            // The cut removed only batches of incarnations below `cut.incarnation`.
             if incarnation.number < cut.incarnation {
                 return Err(follower::diverged(self.position, Some(cut.batch.lsn)));
             }
@@ -178,10 +179,11 @@ impl ArchiveFollower {
         Ok(())
     }
 
-    /// Takes the next object of the line. Returns false if it does not exist yet. After a failed request, the next call
-    /// repeats it.
+    /// Reads and processes the next object of the line. Returns false if the object does not exist yet. After an error,
+    /// the next call tries again.
     fn read_object(&mut self) -> Result<bool> {
-        // Delays the next request by one interval, unless this call takes an object, after which more may exist.
+        // Delays the next request by one interval, unless this call processes an object. More objects may follow it
+        // immediately.
         self.poll_after = Instant::now() + self.interval;
         self.is_delayed = true;
         let source = self.source.clone();
@@ -219,7 +221,7 @@ impl ArchiveFollower {
 
     /// Opens a run that contains batches after the position.
     fn open_run(&mut self, object: &LineObject, run: &Run, parts: &SourceParts) -> Result<()> {
-        // A later cut has removed the batches above it.
+        // A later cut has removed all batches above the cut.
         let cut =
             self.cuts.iter().filter(|cut| cut.position > object.position).map(|cut| cut.batch.lsn).min();
         let until = cut.unwrap_or(run.after.lsn).min(run.after.lsn);
@@ -254,7 +256,7 @@ impl ArchiveFollower {
         Ok(())
     }
 
-    /// Takes a fence: its openings, and a cut.
+    /// Processes a fence: records its openings and, if the fence cuts the line, continues at the cut.
     fn pass_fence(&mut self, object: &LineObject, fence: &Fence) -> Result<()> {
         self.note_fence(fence)?;
         if let Some(cut) = Cut::of(object.position, fence) {
@@ -262,7 +264,7 @@ impl ArchiveFollower {
             if cut.batch.lsn < self.position.lsn {
                 return Err(follower::diverged(self.position, Some(cut.batch.lsn)));
             }
-            // The next run begins after the cut, in another incarnation.
+            // The next run begins at the cut, in another incarnation.
             (self.batch, self.point) = (Some(cut.batch), None);
         }
         Ok(())
@@ -271,7 +273,8 @@ impl ArchiveFollower {
     fn note_fence(&mut self, fence: &Fence) -> Result<()> {
         let store = StoreFile::decode(&fence.store_file);
         let store = store.map_err(|defect| self.damaged(format!("STORE in a fence: {defect}")))?;
-        // A batch that names a missing file is then found to be damaged, and not to belong to no store.
+        // With STORE, a batch that names a missing file is reported as damaged. Without STORE, the error would be that
+        // no store exists.
         if self.store.is_none() {
             let file = self.local.create(FileName::Store)?;
             file.write_at(0, &fence.store_file)?;
@@ -282,13 +285,14 @@ impl ArchiveFollower {
                 self.openings.insert(opening.incarnation.number, (header.segment, opening));
             }
         }
-        // Earlier incarnations are not entered any more.
+        // The follower does not return to earlier incarnations.
         let current = self.position.incarnation.number;
         self.openings.retain(|number, _| *number >= current);
         Ok(())
     }
 
-    /// Takes a manifest whose state contains batches that were never archived.
+    /// Processes a manifest that follows a gap. Returns an error if the gap contains batches after the follower's
+    /// position.
     fn pass_gap(&mut self, manifest: &Manifest) -> Result<()> {
         if manifest.end.lsn > self.position.lsn {
             let (lsn, snapshot) = (self.position.lsn.next(), Some(manifest.snapshot));
@@ -298,11 +302,11 @@ impl ArchiveFollower {
         Ok(())
     }
 
-    /// Compares the position with an archived batch. Does nothing below the position.
+    /// Compares the follower's position with `found`, an archived batch. Does nothing if `found` is below the position.
     fn verify(&mut self, found: &BatchPoint) -> Result<()> {
         let position = self.position;
         if found.lsn > position.lsn {
-            // The object that contained the batch is not kept.
+            // The archive no longer keeps the batch at the position.
             return Err(Error::Overtaken { lsn: position.lsn.next(), snapshot: None });
         }
         if found.lsn < position.lsn {
@@ -313,7 +317,7 @@ impl ArchiveFollower {
                 return Err(follower::diverged(position, None));
             }
         } else {
-            // The position is from a log whose next incarnation contains a copy of the batch.
+            // A later incarnation may have copied the batch at the position.
             let opening = self.openings.get(&found.incarnation.number);
             let copied = opening.filter(|(_, opening)| is_successor(opening, position.incarnation));
             let Some((segment, opening)) = copied else { return Err(follower::diverged(position, None)) };
@@ -325,7 +329,7 @@ impl ArchiveFollower {
         Ok(())
     }
 
-    /// Skips frames that contain no batch after the position.
+    /// Skips seals and the batches up to the position.
     fn skip_returned(&mut self) -> Result<()> {
         while let Some(next) = self.next_frame()? {
             let NextFrame { header, end, len, .. } = next;
@@ -340,7 +344,7 @@ impl ArchiveFollower {
         Ok(())
     }
 
-    /// Moves after a frame of the run.
+    /// Advances past a frame of the run. `end` is the point after the frame.
     fn pass(&mut self, header: &FrameHeader, end: LogPoint, len: usize) {
         self.point = Some(end);
         if header.kind == FrameKind::Batch {
@@ -351,7 +355,7 @@ impl ArchiveFollower {
         }
     }
 
-    /// Returns the next frame of the run, or `None` if there is none. The run is closed at its end.
+    /// Returns the next frame of the run, or `None` if no run is open. Closes the run after its last batch.
     fn next_frame(&mut self) -> Result<Option<NextFrame>> {
         let Some(open) = &self.run else { return Ok(None) };
         if self.batch.is_some_and(|batch| batch.lsn >= open.until) {
@@ -377,7 +381,7 @@ impl ArchiveFollower {
         Ok(Some(NextFrame { header, payload: payload.to_vec(), end, len }))
     }
 
-    /// Returns the point in the log before a frame. `before` is the last batch before the run.
+    /// Returns the point in the log at which a frame starts. `before` is the last batch before the run.
     fn point_before(&self, found: &FrameHeader, before: &BatchPoint) -> Result<LogPoint> {
         if let Some(point) = self.point.filter(|point| point.incarnation == found.incarnation) {
             if !next_locations(&point).contains(&(found.segment, found.offset)) {
@@ -387,7 +391,7 @@ impl ArchiveFollower {
         }
         let last = self.batch.unwrap_or(*before);
         if self.point.is_none() && last.incarnation == found.incarnation {
-            // The follower starts here: the location of the batch before is unknown, but not its chain hash.
+            // The follower starts at this frame. It knows the chain hash of the previous batch, but not its location.
             let BatchPoint { incarnation, lsn, chain } = last;
             let (segment, offset) = (found.segment, found.offset);
             return Ok(LogPoint { incarnation, lsn, segment, offset, chain });
@@ -415,7 +419,7 @@ impl ArchiveFollower {
         ArchiveError { url, kind, reason }.into()
     }
 
-    /// Returns the next batch of the run, or `None` if the run has no more.
+    /// Returns the next batch of the run, or `None` after the last batch.
     fn take(&mut self) -> Result<Option<FollowedBatch>> {
         self.skip_returned()?;
         let Some(NextFrame { header, payload, end, len }) = self.next_frame()? else { return Ok(None) };
@@ -426,7 +430,7 @@ impl ArchiveFollower {
         let durable = header.durable.max(header.lsn);
         let frame = BatchFrame { disk: &open.disk, store, header, payload, end, durable };
         let batch = frame.open()?;
-        // The follower moves only after the batch was decoded, so that a failed attempt can be repeated.
+        // The position advances only after the batch was decoded, so that a failed attempt can be repeated.
         self.pass(&header, end, len);
         self.position = batch.position();
         Ok(Some(batch))
@@ -466,7 +470,8 @@ impl BatchSource for ArchiveFollower {
     }
 }
 
-/// Returns true if an opening starts the incarnation that continued `incarnation`.
+/// Returns true if `opening` starts an incarnation that continues `incarnation`, possibly after incarnations without
+/// batches.
 fn is_successor(opening: &Opening, incarnation: Incarnation) -> bool {
     let before = opening.predecessor.incarnation;
     before == incarnation || (before.number + 1..opening.incarnation.number).contains(&incarnation.number)

@@ -1,4 +1,4 @@
-//! Holds the snapshot that retains the log from the first batch that is not archived.
+//! Holds a snapshot, so that the log after the last archived batch is retained.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::snapshot::Snapshots;
 
 /// A lock that retains a snapshot, the log after it, and the images that its batches name.
 pub(super) struct LogHold {
-    /// Number of the snapshot. Number 0 is the beginning of the log.
+    /// Number of the snapshot. Number 0 represents the beginning of the log.
     pub snapshot: SnapshotId,
     _lock: Option<Box<dyn DiskLock>>,
 }
@@ -31,7 +31,7 @@ pub(super) fn renew(
     if held.as_ref().is_some_and(|held| held.snapshot >= start) {
         return Ok(());
     }
-    // The snapshot may be in removal, or the file system may not support locks.
+    // The lock fails if the snapshot is being removed, or if the file system does not support locks.
     if let Hold::Held(lock) = disk.hold(start)?
         && exists(disk, start)?
     {
@@ -46,8 +46,8 @@ fn exists(disk: &Arc<dyn Disk>, snapshot: SnapshotId) -> Result<bool> {
     Ok(snapshot == SnapshotId(0) || disk.list(Folder::Snapshots)?.contains(&name))
 }
 
-/// Locks the newest verified snapshot, and returns it with its end. On a file system without locks, its files are not
-/// retained. Returns `None` if there is no snapshot or if it is being removed.
+/// Locks the newest verified snapshot, and returns the lock with the snapshot's last batch. On a file system without
+/// locks, the returned value retains no files. Returns `None` if no verified snapshot exists or if it is being removed.
 pub(super) fn newest(disk: &Arc<dyn Disk>, snapshots: &Snapshots) -> Result<Option<(LogHold, Lsn)>> {
     let latest = snapshots.catalog.latest();
     let kept = latest.catalog.snapshots.values().filter(|kept| kept.info.verified && kept.is_sound);
@@ -61,7 +61,8 @@ pub(super) fn newest(disk: &Arc<dyn Disk>, snapshots: &Snapshots) -> Result<Opti
     Ok(exists(disk, snapshot)?.then_some((LogHold { snapshot, _lock: lock }, end)))
 }
 
-/// Returns the snapshot to hold. Number 0 is the beginning of the log.
+/// Returns the snapshot to hold, as described for [`renew`]. Number 0 represents the beginning of the log. Returns
+/// `None` if the log after batch `archived` is not retained.
 fn start(snapshots: &Snapshots, archived: Option<Lsn>) -> Option<SnapshotId> {
     let latest = snapshots.catalog.latest();
     let catalog = &latest.catalog;

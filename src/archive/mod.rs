@@ -2,7 +2,7 @@
 //!
 //! The crate [`remanent_archive`] implements the protocol. This module decides what is archived and when:
 //!
-//! - **Open:** before it changes the directory, an open finds the end of the archive and checks that it is in the
+//! - **Open:** before an open changes the directory, it finds the end of the archive and checks that it is in the
 //!   history of the directory. After recovery has written the new opening, the thread `remanent-archive` creates a
 //!   fence.
 //! - **Runs:** a batch is archived at most [`ArchiveOptions::interval`](crate::options::ArchiveOptions) after it was
@@ -12,10 +12,11 @@
 //! - **Named snapshots:** each one is archived once it is verified, oldest first. If its name is given up, it is
 //!   removed from the archive.
 //! - **Holds:** the thread holds the newest snapshot from which the log leads to the first batch that is not archived,
-//!   as a reader does. If the log exceeds `ArchiveOptions::log_len_max`, the thread releases it. The archive then falls
-//!   behind, and continues with the next snapshot.
+//!   as a reader does. If the unarchived log exceeds `ArchiveOptions::log_len_max`, the thread releases the snapshot.
+//!   The archive then falls behind, and continues with a later snapshot.
 //!
-//! A failed request never stops a commit. A fence of another writer does: it poisons the store.
+//! A failed request never stops a commit. If another writer creates a fence, the store is poisoned and rejects later
+//! commits.
 //!
 //! A [`View`](crate::View) also opens a state of an archive without restoring it: the log, manifests and tables of the
 //! state are written into a temporary folder, and parts of image files are fetched when a page in them is read. A

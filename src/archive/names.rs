@@ -16,7 +16,7 @@ use crate::disk::Hold;
 const READ_ATTEMPTS: u32 = 3;
 
 impl Uploader<'_> {
-    /// Compares the named snapshots of the directory and of the archive, after a fence was created.
+    /// Determines which named snapshots both the directory and the archive contain. Called after a fence was created.
     pub(super) fn begin_names(&mut self) -> Result<(), Failure> {
         // The directory may be an older copy that lacks snapshots of the archive. It must not reuse their numbers.
         let newest = self.line.catalog().last().map_or(SnapshotId(0), |kept| kept.snapshot);
@@ -27,7 +27,8 @@ impl Uploader<'_> {
         let common = self.name_changes().common;
         self.progress.set_named(common.iter().copied());
         if self.has_lost_snapshots {
-            // A later open, which knows nothing of the loss, must not take them for given up.
+            // Recorded, because a later open does not detect the loss, and would treat the names of the lost snapshots
+            // as given up.
             self.directory.record_names(self.line.catalog(), &common, true)?;
         }
         Ok(())
@@ -44,7 +45,8 @@ impl Uploader<'_> {
         })
     }
 
-    /// Archives the named snapshots that the archive lacks, and removes those whose names were given up.
+    /// Archives the named snapshots that the archive lacks, and removes the snapshots whose names were given up from
+    /// it.
     pub(super) fn archive_names(&mut self) -> Result<(), Failure> {
         let mut given_up = self.name_changes().given_up;
         while let Some(snapshot) = self.next_named() {
@@ -77,7 +79,7 @@ impl Uploader<'_> {
         self.record_names()
     }
 
-    /// Counts a failed attempt. Returns true if no further attempt is made.
+    /// Counts a failed attempt to archive a named snapshot. Returns true if it was the last attempt.
     fn is_last_attempt(&mut self, snapshot: SnapshotId) -> bool {
         let attempts = self.failed_names.entry(snapshot).or_default();
         *attempts += 1;
@@ -90,8 +92,9 @@ impl Uploader<'_> {
         Ok(self.directory.record_names(self.line.catalog(), &common, false)?)
     }
 
-    /// Returns the oldest named snapshot that the archive lacks, or `None` if it cannot be archived yet because its
-    /// batches are not archived or it is not verified. The thread is woken when either changes.
+    /// Returns the oldest named snapshot that the archive lacks. Returns `None` if there is none, or if the snapshot
+    /// cannot be archived yet: its batches are not archived, or it is not verified. The thread is woken when either
+    /// condition changes.
     fn next_named(&self) -> Option<SnapshotId> {
         if self.lacks_parts() {
             return None;
@@ -115,14 +118,14 @@ impl Uploader<'_> {
             Hold::Retiring => return Ok(false),
         };
         if !self.snapshots.catalog.latest().catalog.snapshots.contains_key(&snapshot) {
-            return Ok(false); // It was removed before it was locked.
+            return Ok(false); // The snapshot was removed before it was locked.
         }
         let (mut named, pieces) = self.directory.named_snapshot(snapshot)?;
         let late_at = self.late_at;
         let is_late = || late_at.is_some_and(|late_at| Instant::now() >= late_at);
         let Some(parts) = self.upload(&pieces, is_late)? else { return Ok(false) };
         named.parts = parts;
-        // Recorded first: the name may be given up before the outcome of the append is known.
+        // The snapshot is recorded first, because its name may be given up before the outcome of the append is known.
         self.directory.record_name_ahead(snapshot)?;
         let append = self.line.append_catalog(&self.directory, given_up, Some(&named));
         if let Some(appended) = self.bucket.block_on(append)? {
@@ -133,7 +136,7 @@ impl Uploader<'_> {
     }
 }
 
-/// Returns the oldest sound and exact named snapshot for which `is_new` returns true. Only stores of very early
+/// Returns the oldest intact and exact named snapshot for which `is_new` returns true. Only stores of very early
 /// versions contain named snapshots that are not exact.
 fn oldest_after(catalog: &Catalog, is_new: impl Fn(SnapshotId) -> bool) -> Option<&RetainedSnapshot> {
     catalog.snapshots.values().find(|kept| {

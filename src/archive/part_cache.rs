@@ -1,7 +1,7 @@
-//! Fetched parts of image files, in one temporary file without a name.
+//! A cache of fetched parts of image files, in one unnamed temporary file.
 //!
-//! The file consists of slots of the length of the longest part. If all slots are in use, the part that was read least
-//! recently is replaced. Threads that need a part while it is fetched wait for it, so that it is fetched once.
+//! The file consists of slots, each as long as the longest part. If all slots are in use, the least recently read part
+//! is replaced. If several threads need the same part, one thread fetches it and the others wait.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -14,24 +14,24 @@ use remanent_archive::object::PART_LEN_MAX;
 use crate::base::sync::{Condvar, Mutex};
 use crate::error::Result;
 
-/// The minimum number of parts that are kept, so that concurrent readers do not replace each other's parts.
+/// The minimum number of slots. With fewer slots, concurrent readers would replace each other's parts.
 const SLOTS_MIN: u64 = 8;
 
-/// The fetched parts of a view.
+/// The fetched parts of one view or follower.
 pub(super) struct PartCache {
     file: File,
     slots_max: u64,
     state: Mutex<CacheState>,
-    /// Signaled when a part has arrived, or could not be fetched.
+    /// Signaled when a fetch of a part has succeeded or failed.
     arrived: Condvar,
 }
 
 #[derive(Default)]
 struct CacheState {
     parts: HashMap<usize, Part>,
-    /// The number of slots of the file.
+    /// The number of slots in the file.
     slots: u64,
-    /// Slots without a part.
+    /// The slots that contain no part.
     free: Vec<Arc<Slot>>,
     /// The number of reads so far.
     reads: u64,
@@ -42,36 +42,36 @@ enum Part {
     Fetching,
     Held {
         slot: Arc<Slot>,
-        /// The number of reads before the last read of this part.
+        /// The value of `reads` at the last read of this part.
         last_read: u64,
     },
 }
 
-/// A slot of the file. The slot is not overwritten while a reader has a reference to it.
+/// A slot of the file. A slot is not overwritten while a reader has a reference to it.
 struct Slot {
     index: u64,
 }
 
-/// A part that can be read.
+/// A fetched part, whose bytes are in the file or in memory.
 pub(super) enum FetchedPart {
     InFile(PartInFile),
-    /// The file has no space.
+    /// The bytes of the part, if writing them to the file failed.
     InMemory(Vec<u8>),
 }
 
-/// A part in the file of a cache.
+/// A part in the file of a cache. Its slot is not overwritten during the lifetime of this value.
 pub(super) struct PartInFile {
     slot: Arc<Slot>,
 }
 
 impl PartCache {
-    /// Creates an empty cache that keeps at most `len_max` bytes in `file`.
+    /// Creates an empty cache in `file`. The cache keeps at most `len_max` bytes, or 8 parts if that is more.
     pub fn new(file: File, len_max: u64) -> Self {
         let slots_max = (len_max / PART_LEN_MAX as u64).max(SLOTS_MIN);
         Self { file, slots_max, state: Mutex::default(), arrived: Condvar::new() }
     }
 
-    /// Returns the part with a number, which `fetch` fetches if the cache does not contain it.
+    /// Returns the part with the given number. Calls `fetch` if the cache does not contain the part.
     ///
     /// # Errors
     /// The errors of `fetch`.
@@ -92,8 +92,8 @@ impl PartCache {
         Ok(FetchedPart::InFile(PartInFile { slot }))
     }
 
-    /// Returns the slot of a part. If the part is being fetched, waits for it. Returns `None` if the caller must fetch
-    /// it.
+    /// Returns the slot of a part. If another thread is fetching the part, waits for that thread. Returns `None` if the
+    /// caller must fetch the part.
     fn held(&self, number: usize) -> Option<Arc<Slot>> {
         let mut state = self.state.lock();
         loop {
@@ -113,7 +113,7 @@ impl PartCache {
         }
     }
 
-    /// Returns a slot for another part: a free one, a new one, or that of the part that was read least recently.
+    /// Returns a slot for another part: a free slot, a new slot, or the slot of the least recently read part.
     fn take_slot(&self) -> Arc<Slot> {
         let state = &mut *self.state.lock();
         if let Some(slot) = state.free.pop() {
@@ -138,10 +138,10 @@ impl PartCache {
 }
 
 impl FetchedPart {
-    /// Fills `out` with the bytes of the part from `offset` on.
+    /// Fills `out` with bytes of the part, starting at `offset`.
     ///
     /// # Errors
-    /// The error of the file; `UnexpectedEof` if the part is shorter.
+    /// An I/O error of the file; `UnexpectedEof` if the part is too short.
     pub fn read(&self, cache: &PartCache, offset: u64, out: &mut [u8]) -> io::Result<()> {
         match self {
             FetchedPart::InFile(part) => {
@@ -156,7 +156,8 @@ impl FetchedPart {
     }
 }
 
-/// A part that a thread fetches. If the thread fails or panics, another thread may fetch the part.
+/// A guard for a part that a thread is fetching. If the thread fails or panics, dropping the guard lets another thread
+/// fetch the part.
 struct Fetching<'a> {
     cache: &'a PartCache,
     number: usize,

@@ -26,20 +26,20 @@ use crate::log::ArchiveProgress;
 use crate::options::ArchiveOptions;
 use crate::snapshot::Snapshots;
 
-/// Number of runs after which a snapshot is archived (rule 21 of `remanent_archive::rules`).
+/// Number of runs after which the thread archives a snapshot (rule 21 of `remanent_archive::rules`).
 const RUNS_MAX: u64 = 1024;
-/// Number of bytes of log or of uploaded parts after which a snapshot is archived.
+/// Number of bytes of log, or of uploaded parts, after which the thread archives a snapshot.
 const RUN_BYTES_MAX: u64 = 1 << 30;
-/// Pause after a failed round. It follows the pauses between the attempts of each request.
+/// Pause after a failed round, in addition to the pauses between the attempts of each request.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
-/// Pause after a snapshot for the archive could not be taken.
+/// Pause before the next attempt to take a snapshot for the archive, after a failed attempt.
 const SNAPSHOT_AGAIN_AFTER: Duration = Duration::from_secs(10);
-/// Minimum time between two hints, and before the first one.
+/// Minimum time between two writes of the hint, and before the first write.
 const HINT_EVERY: Duration = Duration::from_secs(10);
-/// Maximum time for which a close archives remaining batches.
+/// Maximum time for which closing the store archives the remaining batches.
 const CLOSE_MAX: Duration = Duration::from_secs(30);
 
-/// A writer lock without effect: the engine holds the real lock of the directory until after the thread has ended.
+/// A writer lock without effect. The engine holds the real lock of the directory until the thread has ended.
 #[derive(Debug)]
 struct LockedByEngine;
 
@@ -61,7 +61,7 @@ pub(super) struct UploaderStart<'a> {
     pub progress: &'a ArchiveProgress,
     /// Delivers the parts of the store once it is open.
     pub opened: mpsc::Receiver<OpenedStore>,
-    /// Takes one result before the open changes the directory, and one after the fence was created.
+    /// Sends one result before the open changes the directory, and another one after the fence was created.
     pub answers: mpsc::Sender<Result<()>>,
 }
 
@@ -84,7 +84,7 @@ pub(super) fn run(start: UploaderStart<'_>) {
             None
         }
         Err(failure) => {
-            let _ = answers.send(Err(error_of(url, &failure))); // The opener waits for this answer.
+            let _ = answers.send(Err(error_of(url, &failure))); // Fails only if no caller waits for the answer.
             return;
         }
     };
@@ -124,7 +124,7 @@ pub(super) fn run(start: UploaderStart<'_>) {
         hint: 0,
         hint_after: Instant::now() + HINT_EVERY,
     };
-    // The log is held before a snapshot of this open can recycle it.
+    // The log is retained before the first snapshot of this open, which could otherwise recycle it.
     uploader.renew_hold();
     match uploader.fence() {
         Ok(()) => {}
@@ -192,7 +192,7 @@ pub(super) struct Uploader<'a> {
     pub(super) bucket: &'a RemoteBucket,
     pub(super) progress: &'a ArchiveProgress,
     pub(super) line: StoreLine<'a>,
-    /// The path of the directory when `directory` was last read.
+    /// The path at which `directory` was last read.
     path: PathBuf,
     pub(super) directory: ArchivedDirectory,
     pub(super) engine: Arc<Engine>,
@@ -203,15 +203,16 @@ pub(super) struct Uploader<'a> {
     is_found: bool,
     /// Number of runs since the last archived snapshot.
     runs: u64,
-    /// Bytes written to the log when the last snapshot was archived.
+    /// Number of bytes written to the log before the last snapshot was archived.
     bytes_before: u64,
-    /// Bytes of parts uploaded by this process when the last snapshot was archived.
+    /// Number of bytes of parts that this process uploaded before the last snapshot was archived.
     uploaded_before: u64,
-    /// Bytes of parts that earlier processes uploaded after the last archived snapshot.
+    /// Number of bytes of parts that earlier processes uploaded after the last archived snapshot.
     listed_before: u64,
-    /// Bytes written to the log when every proven batch was last archived.
+    /// Number of bytes written to the log when all proven batches were last archived.
     bytes_archived: u64,
-    /// Whether named snapshots of the archive may be missing from the directory although their names were not given up.
+    /// Whether the directory has lost snapshots. A named snapshot that only the archive contains does not then count as
+    /// given up.
     pub(super) has_lost_snapshots: bool,
     /// Number of failed attempts to archive each named snapshot.
     pub(super) failed_names: BTreeMap<SnapshotId, u32>,
@@ -219,10 +220,11 @@ pub(super) struct Uploader<'a> {
     snapshot: Option<SnapshotId>,
     /// The earliest time at which a snapshot may be taken for the archive.
     snapshot_after: Instant,
-    /// The time limit of a close.
+    /// The time at which a close stops archiving, or `None` before the store closes.
     pub(super) late_at: Option<Instant>,
-    /// The end of the line in the last hint, and the earliest time for the next hint.
+    /// The position after the end of the line at the last write of the hint.
     hint: u64,
+    /// The earliest time of the next write of the hint.
     hint_after: Instant,
 }
 
@@ -249,7 +251,7 @@ impl Uploader<'_> {
                     }
                     let is_waited_for = self.progress.wanted() > archived;
                     if self.line.archived().lsn == archived && is_waited_for && !is_last {
-                        // A caller waits for a batch that is not yet under a durable mark, because the disk is full.
+                        // A caller waits for a batch that no durable mark proves yet, because the disk is full.
                         self.progress.pause_after_failure(Instant::now() + AGAIN_AFTER);
                     }
                 }
@@ -272,7 +274,8 @@ impl Uploader<'_> {
         }
     }
 
-    /// Archives all proven batches. Also proves and archives the batches for which callers wait.
+    /// Performs one round: archives all proven batches, named snapshots, and a snapshot if one is due. Batches for
+    /// which callers wait are proven first.
     fn round(&mut self, is_last: bool) -> Result<(), Failure> {
         self.follow_directory()?;
         if self.line.term().is_none() {
@@ -296,7 +299,8 @@ impl Uploader<'_> {
         Ok(())
     }
 
-    /// Writes the position of the end of the line, which saves requests of readers. A failure is logged and ignored.
+    /// Writes the hint, which states the position of the end of the line and so saves readers requests. A failure is
+    /// logged and ignored.
     fn write_hint_if_due(&mut self, is_last: bool) {
         let (next, is_due) = (self.line.next(), is_last || Instant::now() >= self.hint_after);
         if self.hint == next || !is_due {
@@ -309,7 +313,7 @@ impl Uploader<'_> {
         }
     }
 
-    /// Reads the directory again if it was moved. The engine continues in the moved directory.
+    /// Reads the store directory again if it was moved. The engine continues to use a moved directory.
     fn follow_directory(&mut self) -> Result<(), Failure> {
         let path = self.engine.disk.directory().map_err(io::Error::other)?;
         if let Some(path) = path.filter(|path| *path != self.path) {
@@ -320,7 +324,7 @@ impl Uploader<'_> {
         Ok(())
     }
 
-    /// Creates the fence for this open.
+    /// Creates the fence of this open. First finds the end of the line if it is unknown.
     fn fence(&mut self) -> Result<(), Failure> {
         self.directory.reload_store()?;
         self.directory.advance(self.engine.log.proven())?;
@@ -352,7 +356,7 @@ impl Uploader<'_> {
         fenced
     }
 
-    /// Appends the proven batches as runs. First completes an object whose outcome is unknown.
+    /// Appends the proven batches as runs. First completes an earlier append whose outcome is unknown.
     fn append_runs(&mut self) -> Result<(), Failure> {
         let (proven, (_, bytes)) = (self.engine.log.proven(), self.engine.log.length());
         if !self.line.has_pending() && proven <= self.line.archived().lsn {
@@ -396,8 +400,8 @@ impl Uploader<'_> {
         self.progress.advance(appended.archived.lsn);
     }
 
-    /// Archives the newest snapshot together with the log that it needs, because the log after the last archived batch
-    /// was recycled (rule 28).
+    /// Archives the newest snapshot together with the log that it needs. Called if the log after the last archived
+    /// batch was recycled (rule 28).
     fn continue_after_gap(&mut self) -> Result<(), Failure> {
         if self.progress.must_stop() {
             return Ok(()); // The next open archives the snapshot.
@@ -409,7 +413,7 @@ impl Uploader<'_> {
             return Err(Failure::Local(io::Error::other("there is no snapshot to continue with yet")));
         };
         let id = hold.snapshot;
-        // The log after this snapshot is needed from now on.
+        // From now on, the log after this snapshot must be retained.
         self.hold = Some(hold);
         let proven = self.engine.log.prove(end).map_err(io::Error::other)?;
         self.directory.advance(proven)?;
@@ -418,13 +422,13 @@ impl Uploader<'_> {
         self.archive_snapshot(parts, &pieces)
     }
 
-    /// Returns true if the directory lacks parts of image files after a restore on demand. No snapshot is archived then, so
-    /// that the archive keeps these parts.
+    /// Returns true if only the archive contains some parts of image files, after a restore on demand. The thread then
+    /// archives no snapshot, so that the archive keeps these parts.
     pub(super) fn lacks_parts(&self) -> bool {
         !self.engine.disk.unfetched_files().is_empty()
     }
 
-    /// Archives the newest snapshot if enough runs were archived since the last one.
+    /// Archives the newest snapshot if enough runs or bytes were archived since the last snapshot.
     fn archive_snapshot_if_due(&mut self) -> Result<(), Failure> {
         if self.lacks_parts() {
             return Ok(());
@@ -437,7 +441,7 @@ impl Uploader<'_> {
         let archived = self.line.archived();
         let Some((hold, end)) = self.hold_newest()? else { return Ok(()) };
         if self.snapshot == Some(hold.snapshot) {
-            // Takes a newer snapshot; a later round archives it.
+            // The archive contains this snapshot, so a newer one is taken. A later round archives that snapshot.
             drop(hold);
             self.take_snapshot();
             return Ok(());
@@ -448,7 +452,8 @@ impl Uploader<'_> {
         }
         let (parts, pieces) = self.directory.snapshot(hold.snapshot, &archived)?;
         match self.archive_snapshot(parts, &pieces) {
-            // The snapshot needs log that was not archived, or has too many parts. A newer snapshot may succeed.
+            // The snapshot needs log that the archive does not contain, or has too many parts. A newer snapshot may
+            // succeed.
             Err(failure @ (Failure::StartNotKept { .. } | Failure::TooLarge { .. })) => {
                 self.note_failure(&failure);
                 self.snapshot = Some(hold.snapshot);
@@ -458,8 +463,8 @@ impl Uploader<'_> {
         }
     }
 
-    /// Archives a snapshot, and deletes the objects that it makes unnecessary. `pieces` are those parts that were not
-    /// read yet. Returns early if the store closes.
+    /// Archives a snapshot, and deletes the objects that are then unnecessary. `pieces` lists the parts that must be
+    /// read and uploaded first. Returns early if the store closes.
     fn archive_snapshot(&mut self, mut parts: SnapshotParts, pieces: &[FilePiece]) -> Result<(), Failure> {
         for missing in self.line.missing_parts(&parts.parts).chunks(UPLOADS_MAX) {
             if self.progress.must_stop() {
@@ -478,8 +483,9 @@ impl Uploader<'_> {
         Ok(())
     }
 
-    /// Reads back every part of the newest manifest (rule 18), and then deletes the objects that the manifest makes
-    /// unnecessary. Returns early if the store closes; a prune after a later snapshot then deletes them.
+    /// Reads back every part of the newest manifest (rule 18), and then deletes the objects that are unnecessary
+    /// because of the manifest. If the store closes, returns early; a prune after a later snapshot then deletes the
+    /// objects.
     fn prune(&mut self, begun: &mut Instant) -> Result<Pruned, Failure> {
         let Some(mut verification) = self.line.verification() else { return Ok(Pruned::Nothing) };
         while !self.progress.must_stop() {
@@ -492,8 +498,8 @@ impl Uploader<'_> {
         Ok(Pruned::Nothing)
     }
 
-    /// Uploads pieces of files, and returns them as parts. Appends runs in between, so that batches do not wait for a
-    /// large snapshot. Returns `None` if `must_stop` returns true.
+    /// Uploads pieces of files, and returns them as parts. Appends runs between uploads, so that batches do not wait
+    /// for a large snapshot. Returns `None` if `must_stop` returns true.
     pub(super) fn upload(
         &mut self,
         pieces: &[FilePiece],
@@ -516,7 +522,8 @@ impl Uploader<'_> {
         Ok(Some(parts))
     }
 
-    /// Appends runs during a longer operation if a caller waits or the interval has passed since `begun`.
+    /// Appends runs during a longer operation, if a caller waits for a batch or if the interval has passed since
+    /// `begun`.
     pub(super) fn append_runs_if_due(&mut self, begun: &mut Instant) -> Result<(), Failure> {
         if self.progress.is_called() || begun.elapsed() >= self.options.interval {
             self.append_runs()?;
@@ -527,8 +534,8 @@ impl Uploader<'_> {
         Ok(())
     }
 
-    /// Locks the newest verified snapshot, and returns it with its end. If no snapshot exists, starts one and returns
-    /// `None`.
+    /// Locks the newest verified snapshot, and returns the lock with the snapshot's last batch. If no snapshot exists,
+    /// starts taking one and returns `None`.
     fn hold_newest(&mut self) -> Result<Option<(LogHold, Lsn)>, Failure> {
         let held = holds::newest(&self.engine.disk, &self.snapshots).map_err(io::Error::other)?;
         if held.is_none() && self.snapshots.catalog.latest().catalog.snapshots.is_empty() {
@@ -537,7 +544,7 @@ impl Uploader<'_> {
         Ok(held)
     }
 
-    /// Starts a snapshot for the archive. If this fails, a later round tries again.
+    /// Starts taking a snapshot for the archive. After a failure, a later round tries again.
     fn take_snapshot(&mut self) {
         if Instant::now() < self.snapshot_after {
             return;
@@ -578,8 +585,7 @@ impl Uploader<'_> {
         });
     }
 
-    /// Ends the archive. If another writer created a fence, also poisons the store, which then acknowledges no more
-    /// batches.
+    /// Stops archiving. If another writer created a fence, poisons the store, so that no later batch is acknowledged.
     fn end(&self, failure: &Failure) {
         let error = error_of(&self.options.url, failure);
         tracing::error!(%error, "the archive has ended");

@@ -1,4 +1,4 @@
-//! Opens a view of an archive: one state, which is read without a restore.
+//! Opens a view of an archived state, which is read without restoring it.
 
 use std::io::{self, ErrorKind};
 use std::sync::Arc;
@@ -25,8 +25,8 @@ use crate::options::ArchiveOptions;
 
 type ArchiveLine<'a> = Line<'a, RemoteBucket, SystemNonces>;
 
-/// Opens a state of an archive. `folder` is an empty temporary folder for its files, and `local` is the same folder as
-/// the directory of a store.
+/// Opens a view of an archived state. `folder` is an empty temporary folder for local files, and `local` is a [`Disk`]
+/// for the same folder.
 ///
 /// # Errors
 /// The errors of [`View::open_archive_at`].
@@ -39,7 +39,7 @@ pub(crate) fn open_view(
     View::open_on(&open_files(options, point, folder, local)?, point)
 }
 
-/// Loads the state of the newest snapshot of an archive, like [`open_view`].
+/// Loads a replica of the newest snapshot of an archive. The arguments are those of [`open_view`].
 ///
 /// # Errors
 /// The errors of [`Replica::from_archive`](crate::follow::Replica::from_archive).
@@ -51,7 +51,7 @@ pub(crate) fn open_replica(
     Replica::from_snapshot_on(&open_files(options, None, folder, local)?)
 }
 
-/// Returns the files of a state as those of a store's directory.
+/// Returns a disk with the files of an archived state.
 fn open_files(
     options: &ArchiveOptions,
     point: Option<&StatePoint>,
@@ -88,7 +88,7 @@ fn view_point(point: Option<&StatePoint>) -> ViewPoint {
     }
 }
 
-/// Returns the batch that a view shows, which may be followed by later batches of the same run.
+/// Returns the last batch that a view contains. The local log may contain later batches of the same run.
 fn shown_batch(point: Option<&StatePoint>, end: &RestoredEnd) -> Lsn {
     match point {
         Some(StatePoint::Lsn(lsn)) => end.batch.lsn.min(*lsn),
@@ -96,7 +96,8 @@ fn shown_batch(point: Option<&StatePoint>, end: &RestoredEnd) -> Lsn {
     }
 }
 
-/// Returns the error of the store for a state that could not be read. `failed` makes the error of the temporary folder.
+/// Converts the failure to read an archived state to an error of the store. `failed` creates the error for a failure of
+/// the temporary folder.
 fn error_of_view(
     options: &ArchiveOptions,
     point: Option<&StatePoint>,
@@ -133,7 +134,7 @@ fn error_of_view(
             let lsn = if let Some(StatePoint::Lsn(lsn)) = point { *lsn } else { line.archived().lsn };
             Error::Overtaken { lsn, snapshot: None }
         }
-        // The frames and manifests of the archive do not fit together.
+        // The frames and manifests of the archive are inconsistent.
         Failure::Local(error) if error.kind() == ErrorKind::InvalidData => {
             let (url, reason) = (options.url.clone(), error.to_string());
             ArchiveError { url, kind: ArchiveErrorKind::Damaged, reason }.into()

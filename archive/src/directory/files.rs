@@ -11,7 +11,7 @@ use super::unfetched::UnfetchedParts;
 use crate::local::FilePiece;
 use crate::object::{Crc64, PART_LEN_MAX, Part, Role, crc64};
 
-/// Maximum length of a read that only checks bytes.
+/// Maximum length in bytes of one read when a part is only verified.
 const CHECK_LEN: usize = 1 << 20;
 
 /// The files of a store directory.
@@ -67,7 +67,7 @@ impl StoreFiles {
         self.open(file)?.sync_all().map_err(|error| named(file, &error))
     }
 
-    /// Syncs a file and drops it from the page cache, so that the next read comes from the medium.
+    /// Syncs a file and drops its bytes from the page cache, so that the next read returns the bytes on the medium.
     pub fn sync_and_drop_cache(&self, file: FileName) -> io::Result<()> {
         let open = self.open(file)?;
         open.sync_all().map_err(|error| named(file, &error))?;
@@ -106,7 +106,7 @@ impl StoreFiles {
         }
     }
 
-    /// Returns the store files in all folders inside the directory.
+    /// Returns the names of the store files in the folders of the directory. Files in the root are not included.
     pub fn inner_files(&self) -> io::Result<Vec<FileName>> {
         let mut files = Vec::new();
         for folder in Folder::INNER {
@@ -116,7 +116,7 @@ impl StoreFiles {
         Ok(files)
     }
 
-    /// Splits a file into pieces of the maximum length of a part, and returns them in order.
+    /// Divides a file into pieces of the maximum length of a part, and returns the pieces in order.
     pub fn pieces_of(&self, role: Role, number: u64) -> io::Result<Vec<FilePiece>> {
         if role == Role::Images {
             self.check_fetched(number)?;
@@ -132,7 +132,8 @@ impl StoreFiles {
         Ok((0..len).step_by(PART_LEN_MAX).map(piece).collect())
     }
 
-    /// Returns an error if parts of an image file are only in the archive. The bytes of such a file must not be archived.
+    /// Returns an error if the directory lacks parts of an image file after a restore on demand. The bytes of such a
+    /// file must not be archived.
     fn check_fetched(&self, number: u64) -> io::Result<()> {
         let Some(bytes) = self.read_whole(FileName::Unfetched, UnfetchedParts::LEN_MAX)? else {
             return Ok(());
@@ -145,7 +146,7 @@ impl StoreFiles {
         Ok(())
     }
 
-    /// Splits links and image files into pieces.
+    /// Divides links and image files into pieces.
     pub fn pieces_of_all(
         &self,
         links: impl IntoIterator<Item = u64>,
@@ -176,7 +177,7 @@ impl StoreFiles {
         self.read_at(file_of(piece.role, piece.file)?, piece.offset, out)
     }
 
-    /// Reads a part in short pieces. Returns an error if its checksum does not match.
+    /// Verifies the checksum of a part, reading a few bytes at a time. Returns an error if the checksum does not match.
     pub fn check_part(&self, part: &Part) -> io::Result<()> {
         let file = file_of(part.role, part.file)?;
         let open = self.open(file)?;
@@ -203,7 +204,7 @@ impl StoreFiles {
     }
 }
 
-/// Returns the error for a part whose bytes have another checksum.
+/// Returns the error for a part whose checksum does not match.
 fn changed(file: FileName, offset: u64) -> io::Error {
     let error = format!("{file} has changed at offset {offset} since its checksum was computed");
     io::Error::new(ErrorKind::InvalidData, error)

@@ -15,23 +15,23 @@ use crate::local::FilePiece;
 use crate::object::BatchPoint;
 
 impl ArchivedDirectory {
-    /// Reads STORE again. An open may have added features to it since it was last read.
+    /// Reads STORE again. An open of the store may have added features to the file since the last read.
     ///
     /// # Errors
-    /// Returns the error of reading from the disk, also if STORE is damaged.
+    /// Returns an error if STORE cannot be read or is damaged.
     pub fn reload_store(&mut self) -> io::Result<()> {
         (self.store_file, self.survey.store) = read_store(&self.files)?;
         Ok(())
     }
 
-    /// Reads the current segments of the log, and raises the batch up to which it may be archived to `proven`: the
-    /// newest batch under a durable mark that is itself synced. No later open drops this batch (rule 7).
+    /// Reads the list of segments again, and permits archiving the log up to batch `proven`, the newest batch under a
+    /// durable mark that is itself synced. No later open drops this batch (rule 7).
     ///
     /// # Errors
-    /// Returns the error of reading from the disk.
+    /// Returns an error if the directory cannot be read.
     pub fn advance(&mut self, proven: Lsn) -> io::Result<()> {
         self.survey.log = LogMap::read(&self.files, self.survey.store.store).map_err(invalid)?;
-        // Following the log to a proven batch needs no manifests, and the manifests of a large store use much memory.
+        // Reading the log up to a proven batch needs no manifests, which use much memory in a large store.
         self.survey.links.clear();
         self.log.advance(proven, &self.survey.log);
         Ok(())
@@ -43,7 +43,7 @@ impl ArchivedDirectory {
     /// see [`newest_snapshot`](Self::newest_snapshot).
     ///
     /// # Errors
-    /// Returns the error of reading from the disk.
+    /// Returns an error if the directory cannot be read.
     pub fn snapshot(
         &mut self,
         id: SnapshotId,
@@ -63,7 +63,7 @@ impl ArchivedDirectory {
     /// Fills `out` with the bytes of a piece of a file.
     ///
     /// # Errors
-    /// Returns the error of reading from the disk.
+    /// Returns an error if the directory cannot be read.
     pub fn read_piece(&self, piece: &FilePiece, out: &mut [u8]) -> io::Result<()> {
         self.files.read_piece(piece, out)
     }

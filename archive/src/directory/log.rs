@@ -21,10 +21,10 @@ const RUN_LEN_MAX: usize = 8 << 20;
 /// Minimum distance between two points of the index, in bytes of frames.
 const INDEX_STEP: u64 = 1 << 20;
 
-/// An index of the log from the oldest state from which replay can start.
+/// An index of the log, which starts at the oldest state from which replay can start.
 #[derive(Debug)]
 pub(super) struct LogIndex {
-    /// Points at which reads of the log can start, in log order.
+    /// The points at which reads of the log can start, in log order.
     points: RefCell<Vec<LogPoint>>,
     /// The newest batch that a durable mark proves.
     proven: Lsn,
@@ -35,7 +35,7 @@ pub(super) struct LogIndex {
 }
 
 impl LogIndex {
-    /// Reads the log from the oldest state from which it can be followed to its end.
+    /// Reads the log to its end, starting from the oldest state from which this is possible.
     pub fn read(survey: &Survey, files: &StoreFiles) -> io::Result<Self> {
         let (_, reach) = Reach::at_the_end(survey, files).ok_or_else(|| {
             invalid("the log cannot be followed to its end from any snapshot; run `remanent verify`")
@@ -65,9 +65,9 @@ impl LogIndex {
         points[..count].last().copied()
     }
 
-    /// Sets the newest proven batch. `log` contains the current segments. Drops points in recycled segments, in
-    /// incarnations that are no longer in the history, and above the previous proven batch, because an opening may have
-    /// dropped or copied these batches.
+    /// Sets the newest proven batch. `log` contains the current segments. Removes points in recycled segments, points
+    /// in incarnations that are no longer in the history, and points above the previous proven batch. An opening may
+    /// have dropped or copied the batches above the previous proven batch.
     pub(super) fn advance(&mut self, proven: Lsn, log: &LogMap) {
         let first = log.segments().keys().next().copied().unwrap_or_default();
         let is_on_line =
@@ -116,7 +116,7 @@ fn follow(survey: &Survey, files: &StoreFiles, start: LogPoint) -> io::Result<(V
     Ok((points, end))
 }
 
-/// Image files and tables that frames name.
+/// The image files and tables that frames name, by role and file number.
 #[derive(Default)]
 struct NamedFiles(BTreeSet<(Role, u64)>);
 
@@ -124,7 +124,7 @@ impl ArchivedDirectory {
     /// Returns true if the log after batch `archived` is retained, so that a run can continue after it.
     ///
     /// # Errors
-    /// Returns the error of reading from the disk.
+    /// Returns an error if the directory cannot be read.
     pub fn continues(&self, archived: &BatchPoint) -> io::Result<bool> {
         let found = self.point_at(archived.lsn)?;
         Ok(found.is_some_and(|point| point.chain == archived.chain))
@@ -134,7 +134,7 @@ impl ArchivedDirectory {
     /// recycled.
     ///
     /// # Errors
-    /// Returns the error of reading from the disk.
+    /// Returns an error if the directory cannot be read.
     pub fn remember(&self, lsn: Lsn) -> io::Result<()> {
         if let Some(point) = self.point_at(lsn)? {
             self.log.insert(point);
@@ -189,7 +189,7 @@ impl ArchivedDirectory {
                 (end, len) = (frame.end, bytes.len());
             }
         }
-        bytes.truncate(len); // Drops seals after the last batch.
+        bytes.truncate(len); // Removes the seals after the last batch.
         if len == 0 {
             return Err(invalid(format!("the log ends before lsn {proven}, which a mark proves")));
         }
@@ -294,7 +294,7 @@ impl ArchivedDirectory {
     }
 }
 
-/// Appends a frame in its encoding in the log, including padding.
+/// Appends a frame to `bytes`, encoded as in the log, including its padding.
 fn push_frame(bytes: &mut Vec<u8>, header: &FrameHeader, payload: &[u8]) {
     let end = bytes.len() + header.frame_len() as usize;
     bytes.extend_from_slice(&header.encode().0);
@@ -302,7 +302,7 @@ fn push_frame(bytes: &mut Vec<u8>, header: &FrameHeader, payload: &[u8]) {
     bytes.resize(end, 0);
 }
 
-/// Returns the batch that ends at a point.
+/// Returns the batch whose frame ends at `point`.
 fn of_frame(point: LogPoint) -> BatchPoint {
     BatchPoint { incarnation: point.incarnation, lsn: point.lsn, chain: point.chain }
 }

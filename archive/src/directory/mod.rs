@@ -1,10 +1,11 @@
-//! Reads store directories for archiving, and writes new ones for restores.
+//! Reads the store directories that are archived, and writes the directories of restores.
 //!
 //! [`ArchivedDirectory`] reads a store with [`remanent_format`] alone, without the engine. [`RestoreTarget`] writes a
 //! directory that the engine can open.
 //!
-//! Both require the writer lock of the directory. The engine defines this lock; the caller acquires it and passes its
-//! guard as a [`WriterLock`]. [`ViewDirectory`] requires none, because it is a temporary directory of one process.
+//! Both types require the writer lock of the directory. The engine defines this lock; the caller acquires it and passes
+//! its guard as a [`WriterLock`]. [`ViewDirectory`] requires no lock, because it is a temporary directory of one
+//! process.
 //!
 //! | file | purpose |
 //! |---|---|
@@ -57,8 +58,8 @@ pub use view::ViewDirectory;
 /// Maximum length of STORE in bytes.
 const STORE_LEN_MAX: u64 = (StoreHeaderRaw::LEN + STORE_RECORD_LEN_MAX) as u64;
 
-/// The guard of the writer lock of a store directory. While the guard exists, no other process and no other handle can
-/// open the store for writing.
+/// The guard of the writer lock of a store directory. While the guard exists, no other handle, in this or another
+/// process, can open the store for writing.
 ///
 /// A type that implements this trait must hold the engine's lock, which combines several locks of the file LOCK. Any
 /// other lock does not exclude the engine.
@@ -67,8 +68,8 @@ pub trait WriterLock: std::fmt::Debug + Send {}
 /// A store directory that is archived. No other process may have the store open for writing.
 ///
 /// Only batches that a durable mark proves are archived. The log files are synced before they are read, so that the
-/// marks are durable as well (rule 7). If an earlier sync failed and the process that wrote the log did not report it,
-/// this is not detected.
+/// marks are durable as well (rule 7). An earlier failed sync is not detected if the process that wrote the log did not
+/// report it.
 ///
 /// The engine uses this type to archive its own open store: it reads the directory before it opens the store, and later
 /// calls [`advance`](Self::advance) to state up to which batch the log may be archived.
@@ -79,7 +80,7 @@ pub struct ArchivedDirectory {
     survey: Survey,
     random: u64,
     is_open: bool,
-    /// Named snapshots that existed when the directory was read.
+    /// The named snapshots that existed when the directory was read, with their names.
     names_at_open: BTreeMap<SnapshotId, String>,
     log: LogIndex,
     record: RefCell<ArchiveRecord>,
@@ -127,11 +128,11 @@ impl ArchivedDirectory {
         })
     }
 
-    /// Returns an error if parts of image files are only in the archive. An open of the store with the archive fetches
-    /// them.
+    /// Returns an error if the directory lacks parts of image files after a restore on demand. An open of the store
+    /// with the archive fetches these parts.
     ///
     /// # Errors
-    /// Returns an error of the kind `Unsupported`.
+    /// Returns an error of kind `Unsupported`.
     pub(crate) fn check_fetched(&self) -> io::Result<()> {
         match ReadAt::len(&self.files, FileName::Unfetched)? {
             None => Ok(()),
@@ -142,7 +143,7 @@ impl ArchivedDirectory {
         }
     }
 
-    /// Marks the store as being open in this process while it is archived.
+    /// Marks the store as open: this process archives the store while the store is open.
     #[must_use]
     pub fn of_open_store(self) -> Self {
         Self { is_open: true, ..self }
@@ -152,7 +153,7 @@ impl ArchivedDirectory {
     /// Returns after the record is durable.
     ///
     /// # Errors
-    /// Returns the error of writing to the disk.
+    /// Returns an error if the record cannot be written.
     pub fn record_url(&self, url: &str) -> io::Result<()> {
         let mut record = self.record.borrow_mut();
         if record.url == url {
@@ -170,8 +171,8 @@ impl ArchivedDirectory {
         self.batch_point(self.log.end.proven)
     }
 
-    /// Returns the batch at a point of the log. At the start of an incarnation, this is the last batch of the previous
-    /// one.
+    /// Returns the last batch before a point of the log. At the start of an incarnation, this is the last batch of the
+    /// previous incarnation.
     fn batch_point(&self, mut point: LogPoint) -> BatchPoint {
         let line = self.survey.log.line();
         while let Some((_, opening)) = line.iter().find(|(segment, opening)| opening.start(*segment) == point)
@@ -183,8 +184,8 @@ impl ArchivedDirectory {
             return BatchPoint::default();
         }
         let found = BatchPoint { incarnation, lsn, chain };
-        // If the opening was recycled, `incarnation` may be that of a later incarnation without batches. The record has
-        // the original one.
+        // If the opening was recycled, `incarnation` may be a later incarnation without batches. The record contains
+        // the original incarnation.
         self.record.borrow().batch_at(&found).unwrap_or(found)
     }
 
@@ -236,7 +237,8 @@ impl LocalStore for ArchivedDirectory {
         self.survey.log.line().iter().filter_map(|(segment, _)| header(segment)).collect()
     }
 
-    /// Returns the chain hash of a recorded batch, or of one that the next opening keeps.
+    /// Returns the chain hash of a recorded batch or of a batch that the next opening keeps. Returns `None` for any
+    /// other batch.
     fn chain_of(&self, incarnation: Incarnation, lsn: Lsn) -> io::Result<Option<u32>> {
         let record = self.record.borrow();
         let recorded =
@@ -270,7 +272,7 @@ impl LocalStore for ArchivedDirectory {
     }
 }
 
-/// Returns the contents of STORE, as bytes and decoded.
+/// Returns the contents of STORE: the bytes, and the decoded file.
 fn read_store(files: &StoreFiles) -> io::Result<(Vec<u8>, StoreFile)> {
     let bytes = files.read_whole(FileName::Store, STORE_LEN_MAX)?;
     let bytes = bytes.ok_or_else(|| {
@@ -280,7 +282,7 @@ fn read_store(files: &StoreFiles) -> io::Result<(Vec<u8>, StoreFile)> {
     Ok((bytes, store))
 }
 
-/// Draws a random number that fits into the key of a data object.
+/// Returns a random number for the keys of data objects.
 fn random_number() -> io::Result<u64> {
     let mut bytes = [0; 8];
     let mut filled = 0;

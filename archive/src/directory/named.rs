@@ -18,7 +18,7 @@ use crate::object::KeptSnapshot;
 /// The differences between the named snapshots of a directory and of its archive.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NameChanges {
-    /// Snapshots that the archive keeps although their names were given up in the directory.
+    /// Snapshots that the archive keeps, and whose names were given up in the directory.
     pub given_up: Vec<SnapshotId>,
     /// Snapshots that both the directory and the archive contain.
     pub common: Vec<SnapshotId>,
@@ -31,7 +31,7 @@ impl ArchivedDirectory {
     /// Verifies every image first. If an image is damaged, skips the snapshot and adds the damage to `damaged`.
     ///
     /// # Errors
-    /// Returns the error of reading from the disk.
+    /// Returns an error if the directory cannot be read.
     pub fn new_named(
         &self,
         newest: Option<SnapshotId>,
@@ -63,9 +63,10 @@ impl ArchivedDirectory {
         self.survey.links.values().any(Result::is_err)
     }
 
-    /// Compares the named snapshots of the directory, for which `has` returns true, with those of the archive.
-    /// `is_complete` states that the directory has lost no snapshot now. A name counts as given up only if `is_complete`
-    /// is true, and if the directory had the snapshot before and has not lost it.
+    /// Compares the named snapshots of the directory with those of the archive. `has` returns whether the directory
+    /// contains a snapshot. `is_complete` states that the directory has currently lost no snapshot. A name counts as
+    /// given up only if `is_complete` is true, and if the directory earlier contained the snapshot and has not recorded
+    /// it as lost.
     #[must_use]
     pub fn name_changes_of(
         &self,
@@ -82,13 +83,13 @@ impl ArchivedDirectory {
         }
     }
 
-    /// Records in ARCHIVE which named snapshots of the archive the directory contains (those in `common`), contained
-    /// until their names were given up, or has lost. If `has_lost` is true, those that it lacks are lost. Without this
-    /// record, a snapshot that the directory lacks is one that it never had (rule 5). Returns after the record is
-    /// durable.
+    /// Records in ARCHIVE which named snapshots of the archive the directory contains, which it contained until their
+    /// names were given up, and which it has lost. `common` lists the snapshots that it contains. If `has_lost` is
+    /// true, each snapshot that it contained and no longer contains counts as lost. Without this record, the directory
+    /// appears never to have contained a snapshot that it lacks (rule 5). Returns after the record is durable.
     ///
     /// # Errors
-    /// Returns the error of writing to the disk.
+    /// Returns an error if the record cannot be written.
     pub fn record_names(
         &self,
         catalog: &[KeptSnapshot],
@@ -117,7 +118,7 @@ impl ArchivedDirectory {
     /// Records a named snapshot before it is added to the catalog of the archive. Returns after the record is durable.
     ///
     /// # Errors
-    /// Returns the error of writing to the disk.
+    /// Returns an error if the record cannot be written.
     pub fn record_name_ahead(&self, snapshot: SnapshotId) -> io::Result<()> {
         let mut record = self.record.borrow_mut();
         if record.named.contains(&snapshot) {
@@ -135,7 +136,7 @@ impl ArchivedDirectory {
     /// snapshot (rule 13).
     ///
     /// # Errors
-    /// Returns the error of reading from the disk.
+    /// Returns an error if the directory cannot be read.
     pub fn named_snapshot(&mut self, id: SnapshotId) -> io::Result<(NamedParts, Vec<FilePiece>)> {
         self.survey.links = read_links(&self.files, &self.survey.store, &|_| None).map_err(invalid)?;
         let files =
@@ -145,7 +146,8 @@ impl ArchivedDirectory {
         pieces
     }
 
-    /// Returns the named snapshots that need no replay and are not only links of other snapshots, oldest first.
+    /// Returns the named snapshots that can be archived, oldest first: those that need no replay and whose manifests
+    /// are not merely links of other snapshots.
     fn named_ids(&self) -> impl Iterator<Item = SnapshotId> {
         let links = self.survey.readable();
         let is_kept = |id| self.log.reach.role(id) != StartRole::Link;

@@ -1,4 +1,5 @@
-//! Completes a restore: the directory's own opening, verification from the medium, and STORE (rule 24).
+//! Completes a restore: writes the directory's own opening, verifies all files from the medium, and publishes STORE
+//! (rule 24).
 
 use std::collections::BTreeSet;
 use std::io;
@@ -19,7 +20,7 @@ use super::unfetched::UnfetchedParts;
 use crate::line::{ListedPart, RestoredEnd};
 use crate::local::FenceRecord;
 
-/// The manifest of a restored named snapshot.
+/// A restored named snapshot and its manifest.
 #[derive(Clone, Copy, Debug)]
 struct NamedManifest {
     snapshot: SnapshotId,
@@ -27,10 +28,10 @@ struct NamedManifest {
     redo: LogPoint,
 }
 
-/// A log that was written, and what it was written from.
+/// The result of writing the log of a restore.
 struct WrittenLog {
     store: StoreFile,
-    /// The bytes of STORE.
+    /// The contents of STORE as bytes.
     store_bytes: Vec<u8>,
     named: Vec<NamedManifest>,
     segments: Vec<u64>,
@@ -65,7 +66,7 @@ impl RestoredState<'_> {
         self.files.publish(FileName::Store, &store_bytes)
     }
 
-    /// Creates image files without content, and durably records which parts are only in the archive.
+    /// Creates sparse image files, and durably records in UNFETCHED which parts only the archive contains.
     fn leave_unfetched(&self, unfetched: &UnfetchedParts) -> io::Result<()> {
         for (number, parts) in &unfetched.files {
             let file = FileName::Pages(*number);
@@ -80,8 +81,8 @@ impl RestoredState<'_> {
         self.files.publish(FileName::Unfetched, &unfetched.encode())
     }
 
-    /// Completes a directory that a view reads and nobody keeps, so that nothing is synced. Returns the parts of image
-    /// files that were not fetched.
+    /// Completes the temporary directory of a view. Syncs nothing, because the directory need not survive a crash.
+    /// Returns the parts of image files that were not fetched.
     pub fn finish_view(mut self, end: &RestoredEnd) -> io::Result<Vec<ListedPart>> {
         let written = self.write_log(end)?;
         self.files.write_at(FileName::Store, 0, &written.store_bytes)?;
@@ -124,8 +125,8 @@ impl RestoredState<'_> {
         Ok(found)
     }
 
-    /// Adds the openings that replay from the named snapshots needs. The `redo` of a named snapshot may be the start of
-    /// an incarnation without batches, which may lie after the last frame or before the first one.
+    /// Adds the openings that a replay from each named snapshot needs. The `redo` of a named snapshot may be the start
+    /// of an incarnation without batches. This start may be after the last frame or before the first frame.
     fn cover_starts(&mut self, named: &[NamedManifest]) -> io::Result<()> {
         let start = self.start.unwrap_or_default();
         for NamedManifest { redo, .. } in named.iter().filter(|named| named.redo.lsn >= start.lsn) {
@@ -141,7 +142,8 @@ impl RestoredState<'_> {
         Ok(())
     }
 
-    /// Adds the segments of incarnations without batches, from `redo` to `start`, which is at the same batch.
+    /// Adds the segments of the incarnations without batches between `redo` and `start`. Both points are after the same
+    /// batch.
     fn cover_before(&mut self, redo: LogPoint, start: LogPoint) -> io::Result<()> {
         let mut point = start;
         while point != redo {
@@ -154,13 +156,14 @@ impl RestoredState<'_> {
             };
             let at_start = RestoredSegment { opening: None, end: point.offset };
             self.segments.entry(segment).or_insert(at_start).opening = Some(opening);
-            point = opening.predecessor; // Its incarnation is lower, so the loop ends.
+            point = opening.predecessor; // The loop ends, because the predecessor's incarnation is lower.
         }
         self.segments.entry(redo.segment).or_insert(RestoredSegment { opening: None, end: redo.offset });
         Ok(())
     }
 
-    /// Writes the headers of all segments with frames, and sets their lengths. Returns their numbers.
+    /// Writes the headers of all segments that contain frames, and sets the lengths of the segments. Returns the
+    /// segment numbers.
     fn complete_segments(&self, store: &StoreFile) -> io::Result<Vec<u64>> {
         for (number, segment) in &self.segments {
             let len = align_up(segment.end, GROUP_ALIGN).max(SEGMENT_LEN_MIN);
@@ -194,7 +197,7 @@ impl RestoredState<'_> {
     ) -> io::Result<[u64; 2]> {
         let number = self.segments.keys().next_back().map_or(1, |last| last + 1);
         let predecessor = self.batch;
-        // A named snapshot may start in an incarnation without batches.
+        // A named snapshot may start in an incarnation without batches, whose number may be the highest.
         let highest = end.incarnation.max(predecessor.incarnation.number).max(self.highest_opening());
         let incarnation = Incarnation {
             number: highest.checked_add(1).ok_or_else(|| invalid("no incarnation number is left"))?,
@@ -249,7 +252,7 @@ impl RestoredState<'_> {
         Ok(verified)
     }
 
-    /// Syncs all files and folders, and reads back from the medium what was not read back yet (I7).
+    /// Syncs all files and folders, and reads back from the medium all bytes that were not read back yet (I7).
     fn sync_and_prove(&self, store: &StoreFile, segments: &[u64], named: &[NamedManifest]) -> io::Result<()> {
         let files: BTreeSet<_> = self.parts.keys().map(|(role, file, _)| (*role, *file)).collect();
         for (role, file) in files {
@@ -267,7 +270,8 @@ impl RestoredState<'_> {
         self.prove_log(store, named)
     }
 
-    /// Reads the restored log up to the directory's own opening, from each snapshot from which replay can start.
+    /// Verifies the restored log: reads it up to the directory's own opening, once from each snapshot from which replay
+    /// can start.
     fn prove_log(&self, store: &StoreFile, named: &[NamedManifest]) -> io::Result<()> {
         let map = LogMap::read(self.files, store.store).map_err(invalid)?;
         let start = match self.start.filter(|_| self.manifest.is_some()) {

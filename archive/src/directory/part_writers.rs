@@ -1,4 +1,4 @@
-//! Threads that write parts of image files and read them back, while further parts are received.
+//! Threads that write parts of image files and read the parts back while the next parts are received.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,37 +13,37 @@ use crate::object::{Part, Payload};
 
 /// Maximum number of threads. Each one has at most one part in memory.
 const THREADS_MAX: usize = 4;
-/// Number of bytes that a thread writes before it reads them back.
+/// Number of bytes that a thread writes before it syncs them and reads them back.
 const PROVE_EVERY: u64 = 64 << 20;
 
-/// The channel from which the threads take parts.
+/// The channel from which the threads receive parts.
 type PartReceiver = Mutex<Receiver<(Part, Payload)>>;
 
-/// The threads that write the parts of one restore. Dropping the value discards the parts that are not written yet.
+/// The threads that write the parts of one restore. Dropping this value discards the parts that are not written yet.
 #[derive(Debug)]
 pub(super) struct PartWriters {
     /// `Some` until the threads are stopped.
     parts: Option<SyncSender<(Part, Payload)>>,
     threads: Vec<JoinHandle<io::Result<Vec<Part>>>>,
     shared: Arc<Shared>,
-    /// The other end of `parts` until the threads are started. Then only they have it, so that a send fails once all of
-    /// them have ended.
+    /// The receiving end of `parts`, or `None` after the threads were started. From then on, only the threads hold the
+    /// receiving end, so that a send fails once all threads have ended.
     receiver: Option<Arc<PartReceiver>>,
 }
 
 #[derive(Debug)]
 struct Shared {
     files: StoreFiles,
-    /// Number of parts that the threads received and did not write yet.
+    /// Number of parts that the threads have received and not yet written.
     in_memory: AtomicUsize,
     /// Whether a thread has failed, or the parts are discarded.
     is_stopped: AtomicBool,
 }
 
 impl PartWriters {
-    /// Creates the writers of the files of a directory. The first part starts the threads.
+    /// Creates writers for the files of a directory. The first part starts the threads.
     pub fn new(files: &StoreFiles) -> Self {
-        // Without a buffer, so that each part in memory is counted.
+        // The channel has no buffer, so that `in_memory` counts each part in memory.
         let (parts, receiver) = sync_channel(0);
         let shared = Shared {
             files: files.clone(),
@@ -54,8 +54,8 @@ impl PartWriters {
         Self { parts: Some(parts), threads: Vec::new(), shared: Arc::new(shared), receiver }
     }
 
-    /// Passes a part to a thread, which writes it. Waits for a free thread. No part may be passed whose bytes overlap
-    /// those of an earlier one.
+    /// Passes a part to a thread, which writes the part. Waits until a thread is free. The part must not overlap an
+    /// earlier part.
     ///
     /// # Errors
     /// Returns the first error of a thread.
@@ -113,13 +113,13 @@ impl PartWriters {
 impl Drop for PartWriters {
     fn drop(&mut self) {
         self.shared.is_stopped.store(true, Ordering::Relaxed);
-        // The error belongs to a restore that has failed, or that starts over.
+        // The restore has failed or starts over, so the error is not needed.
         let _ = self.join();
     }
 }
 
 impl Shared {
-    /// Writes parts until there are no more. Returns the parts that were read back.
+    /// Runs a thread: writes parts until there are no more parts. Returns the parts that the thread has read back.
     fn run(&self, receiver: &PartReceiver) -> io::Result<Vec<Part>> {
         let result = self.write_parts(receiver);
         if result.is_err() {
@@ -201,7 +201,7 @@ mod tests {
         parts.iter().for_each(|part| files.check_part(part).unwrap());
     }
 
-    /// The bytes on the disk differ from the part, as after a faulty write.
+    /// A restore fails if a part on the disk differs from the received part, as after a faulty write.
     #[test]
     fn other_bytes_on_the_disk_are_an_error() {
         let folder = tempfile::tempdir().unwrap();
@@ -215,7 +215,7 @@ mod tests {
         assert!(error.to_string().contains("has changed at offset 200000"), "{error}");
     }
 
-    /// A failed thread ends the others, and a caller that waits for a free thread.
+    /// A failed thread stops the other threads, and wakes a caller that waits for a free thread.
     #[test]
     fn failed_write_ends_the_restore() {
         let folder = tempfile::tempdir().unwrap();

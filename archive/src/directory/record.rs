@@ -1,9 +1,9 @@
-//! Reads and writes the file ARCHIVE. It contains the fences that the directory created, the last batches that it
-//! archived, the named snapshots that both the directory and the archive contain, and the URL of the archive if the
-//! store must not be opened without it.
+//! Reads and writes the file ARCHIVE. The file contains the fences that the directory created, the last archived
+//! batches, and the named snapshots that both the directory and the archive contain. It also contains the URL of the
+//! archive if the store must not be opened without the archive.
 //!
-//! The log below and at the last archived batch may be recycled. The file then proves that the batch is in the history
-//! of the directory: the batch was under a synced durable mark when it was recorded, so every later open keeps it.
+//! The log up to the last archived batch may be recycled. The file then proves that this batch is in the history of the
+//! directory: a synced durable mark proved the batch before it was recorded, so every later open keeps it.
 
 use std::io;
 
@@ -19,7 +19,7 @@ const MAGIC: [u8; 8] = *b"RMNTARFI";
 const VERSION: u32 = 1;
 /// Maximum number of fences and of batches in the file.
 const ENTRIES_MAX: usize = 1024;
-/// Maximum number of named snapshots in the file. A catalog of the archive contains fewer.
+/// Maximum number of named snapshots in the file. It exceeds the number that a catalog of the archive can contain.
 const NAMED_MAX: usize = 1 << 16;
 /// Maximum length of the URL in bytes.
 const URL_LEN_MAX: usize = 4096;
@@ -85,12 +85,13 @@ layout! {
 pub(super) struct ArchiveRecord {
     pub store: StoreId,
     pub fences: Vec<FenceRecord>,
-    /// The last archived batch, and the last batch of the run or snapshot that may be in progress.
+    /// The last archived batch, and the last batch of the run or snapshot whose append may be in progress.
     pub batches: Vec<BatchPoint>,
-    /// Named snapshots that both the directory and the archive contained. If the directory now lacks one, its name was
-    /// given up.
+    /// Named snapshots that both the directory and the archive contained at the last record. If the directory no longer
+    /// contains one of them, its name was given up.
     pub named: Vec<SnapshotId>,
-    /// Named snapshots that both contained, and that the directory has lost through damage. The archive keeps them.
+    /// Named snapshots that both contained and that the directory has lost because of damage. The archive keeps these
+    /// snapshots.
     pub lost: Vec<SnapshotId>,
     /// URL of the archive without which the store must not be opened for writing, or an empty string.
     pub url: String,
@@ -124,7 +125,7 @@ impl ArchiveRecord {
         files.publish(FileName::Archive, &self.encode())
     }
 
-    /// Returns the recorded batch that has the Lsn and chain hash of `point`. Ignores the incarnation of `point`.
+    /// Returns the recorded batch with the same Lsn and chain hash as `point`, regardless of its incarnation.
     pub fn batch_at(&self, point: &BatchPoint) -> Option<BatchPoint> {
         let is_same = |known: &&BatchPoint| (known.lsn, known.chain) == (point.lsn, point.chain);
         self.batches.iter().find(is_same).copied()

@@ -19,7 +19,7 @@ use crate::line::{ListedPart, StateSink};
 use crate::local::FenceRecord;
 use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, Part, Payload, Role};
 
-/// A directory to restore an archive into.
+/// A directory into which an archive is restored.
 ///
 /// ARCHIVE is the first file that is created and STORE the last one. A directory with ARCHIVE but without STORE is an
 /// unfinished restore: the engine refuses to open it, and the next restore starts over.
@@ -41,15 +41,15 @@ impl RestoreTarget {
         Ok(Self { files: StoreFiles::new(path), url: None, _lock: lock })
     }
 
-    /// Sets the URL of the archive. If the archive belongs to a store that is archived while it is open, the directory
-    /// records the URL and can then only be opened with this archive (rule 25).
+    /// Sets the URL of the archive. If the archived store was archived while it was open, the directory records the URL
+    /// and can be opened for writing only with this archive (rule 25).
     #[must_use]
     pub fn url(self, url: impl Into<String>) -> Self {
         Self { url: Some(url.into()), ..self }
     }
 
-    /// Checks that `path` does not exist, is empty, or contains an unfinished restore. Changes nothing. Call this
-    /// before acquiring the writer lock, because acquiring it creates files.
+    /// Checks that `path` does not exist, is an empty directory, or contains an unfinished restore. Changes nothing.
+    /// Call this function before acquiring the writer lock, because acquiring the lock creates files.
     ///
     /// # Errors
     /// Returns the errors of [`open`](RestoreTarget::open).
@@ -93,7 +93,7 @@ impl RestoreTarget {
     }
 }
 
-/// A segment that is being restored.
+/// A segment of the log that is being restored.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RestoredSegment {
     pub opening: Option<Opening>,
@@ -116,15 +116,15 @@ pub(crate) struct RestoredState<'t> {
     /// The parts that were written, by role, file and offset.
     pub(super) parts: BTreeMap<(Role, u64, u64), Part>,
     pub(super) segments: BTreeMap<u64, RestoredSegment>,
-    /// The point at which the log starts, once it is known.
+    /// The point at which the restored log starts, or `None` until it is known.
     pub(super) start: Option<LogPoint>,
-    /// The point after the last frame.
+    /// The point after the last frame that was written.
     pub(super) point: LogPoint,
-    /// The point after the last batch.
+    /// The point after the last batch that was written.
     pub(super) batch: LogPoint,
-    /// The start of a frame that continues in the next piece.
+    /// The first bytes of a frame whose remaining bytes were not received yet.
     pending: Vec<u8>,
-    /// The parts of image files that are fetched later, or `None` if all parts are written.
+    /// The parts of image files that stay in the archive, or `None` for a restore that fetches all parts.
     pub(super) deferred: Option<Vec<ListedPart>>,
     /// Writes the parts of image files.
     writers: Option<PartWriters>,
@@ -133,7 +133,7 @@ pub(crate) struct RestoredState<'t> {
 }
 
 impl<'t> RestoredState<'t> {
-    /// Begins to write a state into a directory, and removes the files that were there.
+    /// Starts writing a state into a directory. Removes the files of an earlier attempt.
     pub(super) fn begin(files: &'t StoreFiles, url: Option<&'t str>) -> io::Result<Self> {
         files.make_folders()?;
         for file in files.inner_files()? {
@@ -159,7 +159,8 @@ impl<'t> RestoredState<'t> {
         })
     }
 
-    /// Sets the point at which the log starts: the `redo` of the snapshot, or the first location of the log.
+    /// Sets the point at which the log starts: the `redo` of the snapshot, or the beginning of the log if there is no
+    /// snapshot.
     pub(super) fn begin_log(&mut self) -> io::Result<()> {
         if self.start.is_some() {
             return Ok(());
@@ -192,8 +193,8 @@ impl<'t> RestoredState<'t> {
         Ok(())
     }
 
-    /// Returns the parts that must be read back after all files were synced: those that were not read back since they
-    /// were written, and those that overlap others.
+    /// Returns the parts that must be read back after all files were synced: the parts that were not read back after
+    /// their write, and the parts that overlap other parts.
     pub(super) fn unproven_parts(&self) -> impl Iterator<Item = &Part> {
         let end = |part: &Part| part.offset + part.len;
         let mut overlapping = BTreeSet::new();
@@ -213,7 +214,7 @@ impl<'t> RestoredState<'t> {
         self.openings.keys().next_back().map_or(0, |incarnation| incarnation.number)
     }
 
-    /// Checks that the last frame is complete.
+    /// Returns an error if the last frame is incomplete.
     pub(super) fn check_complete(&self) -> io::Result<()> {
         if self.pending.is_empty() {
             return Ok(());
@@ -226,7 +227,7 @@ impl<'t> RestoredState<'t> {
         store.ok_or_else(|| invalid("no fence precedes the frames"))
     }
 
-    /// Writes the complete frames at the start of `bytes`, and returns their length in bytes.
+    /// Writes the complete frames at the start of `bytes`, and returns their total length in bytes.
     fn write_frames(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let mut at = 0;
         while let Some(head) = bytes.get(at..at + FrameHeaderRaw::LEN) {
@@ -273,7 +274,8 @@ impl<'t> RestoredState<'t> {
         invalid(format!("the frame after lsn {} does not continue the log: {defect}", self.point.lsn))
     }
 
-    /// Continues at the opening of a later incarnation (W2). Incarnations without batches may lie in between.
+    /// Continues the log at the opening of `incarnation`, a later incarnation (W2). Incarnations without batches may
+    /// precede it.
     pub(super) fn cross_to(&mut self, incarnation: Incarnation) -> io::Result<()> {
         let mut crossed = Vec::new();
         let mut wanted = incarnation;
@@ -283,7 +285,7 @@ impl<'t> RestoredState<'t> {
                 return Err(invalid(format!("no fence lists the opening of incarnation {wanted}")));
             };
             crossed.push((header.segment, opening));
-            wanted = opening.predecessor.incarnation; // Its number is lower, so the loop ends.
+            wanted = opening.predecessor.incarnation; // The loop ends, because the predecessor's number is lower.
         }
         for (segment, opening) in crossed.into_iter().rev() {
             if opening.predecessor != self.point {
@@ -321,7 +323,7 @@ impl StateSink for RestoredState<'_> {
             let files = self.files;
             return self.writers.get_or_insert_with(|| PartWriters::new(files)).write(*part, bytes);
         }
-        // The earlier part at the same place must not be written after this one.
+        // The earlier part at the same location must be written before this part.
         self.finish_writers()?;
         self.proven.retain(|proven| (proven.role, proven.file, proven.offset) != place);
         self.files.write_at(file_of(part.role, part.file)?, part.offset, &bytes)
@@ -379,7 +381,8 @@ impl StateSink for RestoredState<'_> {
 mod tests {
     use super::*;
 
-    /// Parts that overlap others may have been read back before the others were written.
+    /// Overlapping parts are read back again, because one of them may have been read back before another one was
+    /// written.
     #[test]
     fn overlapping_parts_are_read_back_again() {
         let folder = tempfile::tempdir().unwrap();

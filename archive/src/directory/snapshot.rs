@@ -21,14 +21,15 @@ pub(super) fn image_files(entry: &ManifestEntry) -> impl Iterator<Item = u64> {
 
 impl ArchivedDirectory {
     /// Returns the newest snapshot from which replay can start, with the parts of all its files. `archived` is the last
-    /// archived batch. If the log after this batch was recycled, the parts include the frames that the snapshot needs.
+    /// archived batch. If the log after this batch was recycled, the result includes the frames that the snapshot
+    /// needs.
     ///
     /// Verifies every image first. If an image is damaged, skips the snapshot and adds the damage to `damaged`. Returns
     /// `None` if there is no snapshot, or if the archive contains it already. `newest` is the newest manifest of the
     /// archive.
     ///
     /// # Errors
-    /// Returns the error of reading from the disk.
+    /// Returns an error if the directory cannot be read.
     pub fn newest_snapshot(
         &mut self,
         archived: &BatchPoint,
@@ -63,7 +64,7 @@ impl ArchivedDirectory {
         is_same || link.redo.lsn < newest.redo.lsn || newest.follows_gap && link.redo.lsn < newest.end.lsn
     }
 
-    /// Verifies the images of a snapshot. Returns the numbers of its image files, or the damage.
+    /// Verifies the images of a snapshot. Returns the numbers of its image files, or the damage that it finds.
     pub(super) fn files_of(&self, id: SnapshotId) -> io::Result<Result<BTreeSet<u64>, Damage>> {
         let mut proofs = ImageProofs::new(&self.files);
         let mut files = BTreeSet::new();
@@ -83,8 +84,8 @@ impl ArchivedDirectory {
         Ok(Ok(files))
     }
 
-    /// Returns a snapshot without parts of its files, and the pieces that become these parts. After a gap, returns all
-    /// parts, and no pieces.
+    /// Returns a snapshot and the pieces of its files. The snapshot has no parts until the caller has uploaded the
+    /// pieces. After a gap, the snapshot has all its parts, and there are no pieces.
     pub(super) fn pieces_of_snapshot(
         &mut self,
         id: SnapshotId,

@@ -1,8 +1,8 @@
 //! Reads and writes the file UNFETCHED: the parts of image files that a restore on demand left in the archive.
 //!
-//! The restore publishes the file before STORE, and creates the image files with holes. Every reader of the directory
-//! refuses it while the file exists, except for an open with the archive. That open fetches the parts, and removes the
-//! file once all of them are durable.
+//! The restore publishes the file before STORE, and creates the image files with holes. While the file exists, only an
+//! open with the archive accepts the directory; all other readers return an error. That open fetches the parts, and
+//! removes the file once all parts are durable.
 
 use std::collections::BTreeMap;
 
@@ -55,12 +55,13 @@ layout! {
         40 => file: u64,
         /// Offset of the part in the file.
         48 => offset: u64,
-        /// Lowest position of the line that the archive must keep so that the data object is not deleted.
+        /// A position of the line. The data object is not deleted while the archive keeps the line from this position
+        /// on.
         56 => lister: u64,
     }
 }
 
-/// The parts of image files that are only in the archive, by the number of the file and the offset of the part.
+/// The parts of image files that only the archive contains, by file number and offset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnfetchedParts {
     /// Id of the store.
@@ -73,8 +74,8 @@ impl UnfetchedParts {
     /// Maximum length of the file in bytes.
     pub const LEN_MAX: u64 = (UnfetchedFileRaw::LEN + PARTS_MAX * UnfetchedPartRaw::LEN) as u64;
 
-    /// Creates the list from parts in the order in which the archive listed them. If two parts of a file have
-    /// the same offset, the later one is kept.
+    /// Creates the list from `parts`, which are in the order in which the archive lists them. If two parts of a file
+    /// have the same offset, the later one is kept.
     #[must_use]
     pub fn new(store: StoreId, parts: impl IntoIterator<Item = ListedPart>) -> Self {
         let mut files: BTreeMap<u64, BTreeMap<u64, ListedPart>> = BTreeMap::new();
@@ -85,7 +86,7 @@ impl UnfetchedParts {
         Self { store, files }
     }
 
-    /// Returns the length of an image file, which is the end of its last part.
+    /// Returns the length of an image file in bytes, which is the end of its last part.
     #[must_use]
     pub fn len_of(parts: &BTreeMap<u64, ListedPart>) -> u64 {
         parts.values().map(|listed| listed.entry.part.offset + listed.entry.part.len).max().unwrap_or(0)
@@ -120,7 +121,7 @@ impl UnfetchedParts {
     /// Decodes the content of the file.
     ///
     /// # Errors
-    /// Returns the first invalid field.
+    /// Returns a [`Defect`] that names the first invalid field.
     pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
         let field = |what| Defect::Field { what, found: 0 };
         let (header, body) = bytes.split_first_chunk::<{ UnfetchedFileRaw::LEN }>().ok_or(field("length"))?;

@@ -112,17 +112,17 @@ layout! {
     }
 }
 
-/// The contents of a fence, which starts the term of a writer.
+/// The contents of a fence. A fence starts the term of a writer.
 ///
-/// A restore, which has no directory yet, creates a fence without openings (a *claim*), reads the state up to it, and
-/// creates a second fence after the directory has an opening.
+/// A restore has no directory yet. It first creates a fence without openings (a *claim*) and reads the state up to this
+/// fence. Once the directory has an opening, it creates a second fence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fence {
     /// The contents of the STORE file.
     pub store_file: Vec<u8>,
     /// The segment headers of the openings since the last archived batch, oldest first.
     pub openings: Vec<SegmentHeader>,
-    /// The last batch that remains on the line if the fence cuts it, otherwise `None` (rule 8).
+    /// The last batch that remains on the line, if the fence cuts the line (rule 8).
     pub cut: Option<BatchPoint>,
     /// Whether the writer archives the store while it is open. A claim copies this value from the previous fence.
     pub follows_open_store: bool,
@@ -157,8 +157,9 @@ pub struct Manifest {
     pub follows_gap: bool,
 }
 
-/// The contents of a boundary. It releases the objects below `start` and the data objects that only these list, except
-/// the catalogs of the snapshots in `snapshots` and the data objects that the catalogs list.
+/// The contents of a boundary. A boundary releases the line objects below `start`, and the data objects that only these
+/// line objects list. It does not release the catalogs of the snapshots in `snapshots` and the data objects that these
+/// catalogs list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Boundary {
     /// Number of the boundary, starting at 1.
@@ -167,14 +168,14 @@ pub struct Boundary {
     pub start: u64,
     /// Position of the manifest for which the boundary was appended.
     pub manifest: u64,
-    /// The newest fence below `start`. A restore needs its STORE file and its openings.
+    /// A copy of the newest fence below `start`. A restore needs its STORE file and its openings.
     pub fence: Option<KeptFence>,
     /// The named snapshots that are kept: those of the newest catalog below the boundary.
     pub snapshots: Vec<KeptSnapshot>,
 }
 
-/// The contents of a catalog: all named snapshots that the archive keeps from here on, oldest first. If the last one is
-/// new, its position is that of the catalog, and the object lists its files.
+/// The contents of a catalog: all named snapshots that the archive keeps from this position on, oldest first. If the
+/// last snapshot is new, its `position` is that of this catalog, and the object lists its files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Catalog {
     /// The kept named snapshots.
@@ -192,8 +193,8 @@ pub struct KeptFence {
     pub content: Fence,
 }
 
-/// A named snapshot that the archive keeps. A restore of it needs the files that the catalog at `position` lists, and
-/// no frames.
+/// A named snapshot that the archive keeps. A restore of the snapshot needs the files that the catalog at `position`
+/// lists, and no frames.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeptSnapshot {
     /// Position of the catalog that lists the files of the snapshot.
@@ -221,7 +222,7 @@ pub enum Content {
     Catalog(Catalog),
 }
 
-/// The fields of a line object against which its contents are checked.
+/// Fields of a line object that its contents must match.
 #[derive(Clone, Copy)]
 pub(super) struct OwnFields {
     pub store: StoreId,
@@ -336,7 +337,7 @@ impl Run {
         check_field(raw.before.lsn < raw.after.lsn, "last batch of a run", raw.after.lsn.0, at + 20)?;
         let at = cursor.offset();
         let frames = cursor.rest();
-        // The frames are either in the object or in data objects.
+        // Either the object contains the frames, or data objects do.
         check_field(frames.is_empty() != (listed == 0), "length of a run's frames", frames.len() as u64, at)?;
         Ok(Self { before: raw.before, after: raw.after, frames: frames.to_vec() })
     }
@@ -472,7 +473,7 @@ impl KeptSnapshot {
         out.extend_from_slice(&raw.to_bytes());
     }
 
-    /// Returns true if `name` can be encoded.
+    /// Returns true if `name` is a valid snapshot name, which is 1 to 64 bytes long.
     #[must_use]
     pub fn is_name(name: &str) -> bool {
         (1..=SNAPSHOT_NAME_LEN_MAX).contains(&name.len())
@@ -504,7 +505,7 @@ impl KeptSnapshot {
     }
 }
 
-/// Decodes the kept snapshots in an object at `position`. Positions and numbers must increase, and names must be
+/// Decodes `count` kept snapshots of an object. Their positions and numbers must increase, and their names must be
 /// unique.
 fn decode_kept(
     cursor: &mut Cursor<'_>,
@@ -546,7 +547,7 @@ impl Boundary {
     }
 }
 
-/// Returns the last batch before an opening (W2 of `format/SPEC.md`).
+/// Returns the predecessor of an opening: the last earlier batch that the opening continues (W2 of `format/SPEC.md`).
 #[must_use]
 pub fn predecessor(header: &SegmentHeader) -> BatchPoint {
     let Some(opening) = &header.opening else { return BatchPoint::default() };

@@ -109,7 +109,7 @@ pub(super) fn check_zeros(what: &'static str, bytes: &[u8], offset: usize) -> Re
     check_field(other.is_none(), what, other.map_or(0, |&byte| byte.into()), offset)
 }
 
-/// Reads the structures of an object in order. Never reads past the end of the object.
+/// A cursor that reads the structures of an object in order, and never past the end of the object.
 pub(super) struct Cursor<'a> {
     bytes: &'a [u8],
     offset: usize,

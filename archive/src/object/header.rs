@@ -52,7 +52,8 @@ layout! {
     }
 }
 
-/// A random number by which a process recognizes an object that it created. Zero means none.
+/// A random number that identifies an object, so that a process recognizes the objects that it created. Zero means that
+/// there is no nonce.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Nonce(pub [u8; 16]);
 
@@ -78,8 +79,8 @@ impl Field for Nonce {
     }
 }
 
-/// Identifies a batch and the history up to it: Lsn, incarnation, and chain hash of its frame. All zeros mean the empty
-/// store.
+/// A batch and the history up to that batch, identified by the Lsn, the incarnation and the chain hash of the batch's
+/// frame. All zeros represent the empty store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct BatchPoint {
     /// The incarnation that wrote the frame.
@@ -124,7 +125,7 @@ pub enum Kind {
     Bound = 5,
     /// A part of a file or of a long run.
     Data = 6,
-    /// The hint at the end of the line.
+    /// The hint, which states the position of the end of the line.
     Hint = 7,
     /// An object that a probe of the bucket creates.
     Probe = 8,
@@ -174,7 +175,7 @@ pub struct Header {
     pub key: ObjectKey,
     /// Term of the writer: the position of its fence. For a fence, its own position.
     pub term: u64,
-    /// Nonce of the object. A copy of a boundary has the nonce of the boundary.
+    /// Nonce of the object. For a copy of a boundary, this is the nonce of the boundary.
     pub nonce: Nonce,
     /// Nonce of the preceding line object, or zero.
     pub nonce_before: Nonce,
@@ -212,7 +213,8 @@ impl Header {
         raw.to_bytes()
     }
 
-    /// Checks an object except for the structure of its body, and returns its header and its body (SPEC A1 to A5).
+    /// Checks the header of an object and the checksum of its body, and returns the header and the body (SPEC A1 to
+    /// A5). Does not decode the body.
     pub(super) fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), ObjectDefect> {
         Self::decode_with_crc(bytes).map(|(header, body, _)| (header, body))
     }

@@ -27,15 +27,15 @@ impl Folder {
     }
 }
 
-/// The key of a data object. Keys are never used twice (rule 12): each term belongs to one fence, and its writer
-/// numbers its data objects.
+/// The key of a data object. Keys are never used twice (rule 12): each term belongs to one fence, and the writer that
+/// created the fence numbers its data objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DataKey {
     /// Term of the writer: the position of its fence.
     pub term: u64,
     /// Random number of the directory's open; see [`LocalStore::random`](crate::local::LocalStore::random).
     pub random: u64,
-    /// Number of the data object among those of its writer, starting at 1.
+    /// Number of the data object, starting at 1 for each writer.
     pub index: u64,
 }
 
@@ -58,13 +58,13 @@ pub enum ObjectKey {
     Data(DataKey),
     /// The hint, which may be missing, old or wrong.
     Newest,
-    /// An object that a probe of the bucket creates, with a random number.
+    /// An object that a probe of the bucket creates. Its number is random.
     Probe(u64),
 }
 
 impl ObjectKey {
-    /// Parses a key relative to the archive. Returns `None` if no object of an archive can have it. Listings skip and
-    /// report such names.
+    /// Parses a key relative to the archive. Returns `None` for a name that is not the key of an object of an archive.
+    /// Listings skip and report such names.
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         if name == "newest" {
@@ -85,7 +85,7 @@ impl ObjectKey {
         }
     }
 
-    /// Returns the numbers of the key that an object's header contains: term, random number, and number.
+    /// Returns the numbers that an object's header states for its key: term, random number, and number.
     #[must_use]
     pub(super) fn numbers(self) -> [u64; 3] {
         match self {

@@ -33,7 +33,7 @@ pub use key::{DataKey, Folder, ObjectKey};
 
 /// Maximum length of the payload of a data object in bytes.
 pub const PART_LEN_MAX: usize = DATA_OBJECT_LEN_MAX - ObjectHeaderRaw::LEN;
-/// Maximum length in bytes of the frames that a run contains itself. A longer run lists data objects.
+/// Maximum length in bytes of the frames inside a run's own object. For longer runs, data objects contain the frames.
 pub const INLINE_FRAMES_LEN_MAX: usize =
     LINE_OBJECT_LEN_MAX - ObjectHeaderRaw::LEN - LineHeadRaw::LEN - RunRaw::LEN;
 
@@ -117,7 +117,7 @@ pub struct Links {
 }
 
 impl Links {
-    /// Returns the links that the object after `object` must contain. `self` are the links of `object`.
+    /// Returns the links that the object after `object` must contain, given the links of `object` itself.
     #[must_use]
     pub fn after(mut self, object: &LineObject) -> Self {
         let position = object.position;
@@ -135,7 +135,7 @@ impl Links {
     }
 }
 
-/// The kind of a file whose part a data object contains.
+/// The kind of a file of which data objects contain parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u32)]
 pub enum Role {
@@ -143,7 +143,7 @@ pub enum Role {
     Frames = 1,
     /// An image file.
     Images = 2,
-    /// The table of an old state, stored in `pages/`.
+    /// The page table of an earlier state, stored in `pages/`.
     Table = 3,
     /// A manifest file: one link of a snapshot.
     Link = 4,
@@ -305,8 +305,8 @@ impl LineObject {
             position,
             nonce: header.nonce,
             listed: raw.listed,
-            // The sum cannot overflow: each length is at most 8 MiB, and there are fewer entries than bytes in the
-            // object.
+            // The sum cannot overflow, because each length is at most 8 MiB, and the number of entries is less than the
+            // number of bytes of the object.
             listed_bytes: data.iter().map(|entry: &DataRef| entry.part.len).sum(),
         };
         let content = Content::decode(kind, cursor, own)?;
@@ -366,7 +366,7 @@ impl DataRef {
 }
 
 impl Bound {
-    /// Returns the number of the boundary. Returns 0 if the object is not a boundary, which decoding rejects.
+    /// Returns the number of the boundary, or 0 if the object is not a boundary. Decoding rejects such an object.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.boundary().map_or(0, |boundary| boundary.number)
@@ -497,14 +497,14 @@ pub fn decode_data<'a>(bytes: &'a [u8], entry: &DataRef, store: StoreId) -> Resu
     Ok(payload)
 }
 
-/// The payload of a data object, in the memory in which the object was received.
+/// The payload of a data object, stored in the buffer that received the object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Payload {
     object: Vec<u8>,
 }
 
 impl Payload {
-    /// Checks a data object like [`decode_data`], and keeps its payload.
+    /// Checks a data object like [`decode_data`], and returns its payload without copying it.
     ///
     /// # Errors
     /// Returns the errors of [`decode_data`].

@@ -22,15 +22,16 @@ pub(super) enum Place {
 pub(super) struct Address {
     pub url: Url,
     pub place: Place,
-    /// The path of the archive in the bucket. Empty for a local folder.
+    /// The path of the archive in the bucket. The path is empty for a local folder.
     pub prefix: Path,
 }
 
 impl Address {
-    /// Parses and checks a URL.
+    /// Parses the URL of an archive. Rejects URLs that contain credentials or could name the same archive as another
+    /// URL.
     ///
-    /// The path is checked before [`Url::parse`], which resolves `..`. Some servers collapse `//` or resolve `.`, so
-    /// two different URLs could otherwise name the same archive.
+    /// The path is checked before [`Url::parse`], because that function resolves `..`. Some servers collapse `//` or
+    /// resolve `.`, so that two different URLs could name the same archive.
     pub fn parse(text: &str) -> Result<Self, OpenError> {
         let refuse = |reason| OpenError::Address { url: display(text), reason };
         if text.contains(['?', '#']) {

@@ -1,8 +1,8 @@
-//! Records the HTTP status and the error code of the last answer to a request.
+//! Records the HTTP status and the error code of the last response to a request.
 //!
-//! The errors of `object_store` do not suffice: they report a conflict as an existing object and a missing bucket as a
-//! missing object, and they quote the server's message, which may repeat parts of a credential. The HTTP client here
-//! wraps that of `object_store`, keeps the status and the code, and drops the message.
+//! The errors of `object_store` are insufficient: they report a conflict as an existing object, and a missing bucket as
+//! a missing object. They also quote the server's message, which may repeat parts of a credential. This module wraps
+//! the HTTP client of `object_store`, records the status and the code, and drops the message.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -68,7 +68,7 @@ impl fmt::Display for Answer {
     }
 }
 
-/// Runs a request. Returns its result and the last failed answer, or `None` if the last answer was a success.
+/// Runs a request. Returns its result, and the last response if that response reports a failure.
 pub(super) async fn observe<T>(request: impl Future<Output = T>) -> (T, Option<Answer>) {
     let observed = async {
         let result = request.await;
@@ -78,11 +78,11 @@ pub(super) async fn observe<T>(request: impl Future<Output = T>) -> (T, Option<A
 }
 
 fn remember(answer: Option<Answer>) {
-    // All requests run within `observe`, because `object_store` sends them from the task of its caller.
+    // `object_store` sends all requests from the task of its caller, so this code runs within `observe`.
     let _ = LAST.try_with(|last| *last.borrow_mut() = answer);
 }
 
-/// Returns the class of a failed answer.
+/// Returns the failure class for an HTTP status, an error code and a message.
 fn classify(status: u16, code: &str, message: &str) -> FailureClass {
     let message = message.to_ascii_lowercase();
     let is_refusal = matches!(status, 400 | 401 | 403);
@@ -120,7 +120,7 @@ fn code_in(message: &str) -> &str {
     if end > CODE_LEN_MAX { "" } else { &code[..end] }
 }
 
-/// Creates HTTP clients whose answers are recorded.
+/// Creates HTTP clients that record the responses.
 #[derive(Debug, Default)]
 pub(super) struct ObservedConnector(ReqwestConnector);
 
@@ -147,7 +147,7 @@ impl HttpService for ObservedService {
         let header = parts.headers.get("x-ms-error-code").and_then(|code| code.to_str().ok());
         let code = header.map_or_else(|| code_in(&message), code_in_header).to_owned();
         remember(Some(Answer::new(status.as_u16(), &code, &message)));
-        // Only the code is passed on, so that neither errors nor logs of `object_store` contain the server's message.
+        // Only the code is returned, so that neither errors nor logs of `object_store` contain the server's message.
         Ok(HttpResponse::from_parts(parts, HttpResponseBody::from(code)))
     }
 }
@@ -157,7 +157,8 @@ fn code_in_header(code: &str) -> &str {
     if is_code { code } else { "" }
 }
 
-/// Reads the start of an error message. Ignores errors, because the status is valid even if the message is incomplete.
+/// Reads the first bytes of an error message. Ignores read errors, because the status is valid even if the message is
+/// incomplete.
 async fn read_message(body: HttpResponseBody) -> String {
     let mut stream = body.bytes_stream();
     let mut message = Vec::new();

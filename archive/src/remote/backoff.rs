@@ -7,15 +7,15 @@ use std::time::Duration;
 use super::options::RemoteOptions;
 use crate::bucket::FailureClass;
 
-/// Factor by which delays are longer after a throttled request.
+/// Factor for the delay after a throttled request.
 const THROTTLED_FACTOR: u32 = 8;
-/// Maximum number of attempts after a failure that rarely passes.
+/// Maximum number of attempts for a failure class that is rarely temporary.
 const LASTING_ATTEMPTS: u32 = 3;
 
 /// Returns the maximum delay after failed attempt number `attempt`, starting at 1, or `None` if no further attempt is
 /// made.
 ///
-/// A denied request is repeated only if the credentials were read again since the attempt.
+/// A denied request is repeated only if the credentials were read again after the attempt.
 pub(super) fn delay(
     options: &RemoteOptions,
     attempt: u32,
@@ -38,8 +38,8 @@ pub(super) fn delay(
     Some(options.first_delay.saturating_mul(doubled).saturating_mul(factor).min(options.longest_delay))
 }
 
-/// Returns a random delay between half of `longest` and `longest`, so that clients which failed at the same time do not
-/// retry at the same time.
+/// Returns a random delay between half of `longest` and `longest`. Clients that failed at the same time thus retry at
+/// different times.
 pub(super) fn jitter(longest: Duration) -> Duration {
     let share = RandomState::new().hash_one(0) as u32;
     let half = longest / 2;

@@ -15,7 +15,7 @@ use super::address::{Address, Place};
 use super::answer::ObservedConnector;
 use super::options::Settings;
 
-/// The retry configuration of `object_store` for reads, listings and deletes.
+/// The number of times that `object_store` repeats a failed read, listing or delete.
 const RETRIES: usize = 3;
 const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -30,7 +30,8 @@ pub(super) struct Clients {
 
 impl Clients {
     pub fn connect(address: &Address, settings: &Settings) -> Result<Self, OpenError> {
-        // TLS needs one cryptography provider per process. A provider that the application has installed is kept.
+        // TLS needs one cryptography provider per process. This call has no effect if the application has installed a
+        // provider.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let others =
             RetryConfig { max_retries: RETRIES, retry_timeout: RETRY_TIMEOUT, ..RetryConfig::default() };
@@ -69,8 +70,8 @@ fn connect(
         }
         Place::S3 => {
             let builder = build!(AmazonS3Builder, address, settings, retry);
-            // Deletes objects one by one. The answer to a bulk delete contains a status for each object, and some
-            // servers do not support it.
+            // Objects are deleted one by one. The response to a bulk delete contains a separate status for each object,
+            // and some servers do not support bulk deletes.
             let key = object_store::aws::AmazonS3ConfigKey::DisableBulkDelete;
             Box::new(builder.with_config(key, "true").build().map_err(failed)?)
         }
@@ -83,7 +84,7 @@ fn connect(
     })
 }
 
-/// Checks an endpoint setting, because `object_store` does not.
+/// Checks that an endpoint setting is an HTTP URL, because `object_store` does not check it.
 fn check_endpoint(key: &str, value: &str, address: &Address) -> Result<(), OpenError> {
     let is_url =
         || Url::parse(value).is_ok_and(|url| ["http", "https"].contains(&url.scheme()) && url.has_host());
@@ -99,8 +100,8 @@ fn parse_key<K: FromStr>(key: &str, address: &Address) -> Result<K, OpenError> {
     key.to_ascii_lowercase().parse().map_err(unknown)
 }
 
-/// Returns the message of an error without the values of settings and without quoted text, which may come from a
-/// credential file.
+/// Returns the message of an error without the values of settings. Quoted text is removed as well, because it may come
+/// from a credential file.
 fn redact(error: &object_store::Error, settings: &Settings) -> String {
     let mut text = error.to_string();
     for (_, value) in settings.iter().filter(|(_, value)| value.len() > 3) {

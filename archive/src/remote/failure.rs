@@ -1,4 +1,4 @@
-//! Classifies failures without an answer of a server: transport errors and file system errors.
+//! Classifies failures without a response of a server: transport errors and file system errors.
 
 use std::error::Error as StdError;
 use std::io;

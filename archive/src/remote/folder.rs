@@ -1,8 +1,8 @@
 //! Uses a local folder as a bucket.
 //!
-//! `object_store` follows symbolic links out of the folder, and creates the folder again if it was unmounted or
-//! removed. This module rejects both. It protects against mistakes, not against a user who changes the folder
-//! concurrently.
+//! `object_store` follows symbolic links out of the folder, and recreates the folder if it was unmounted or removed.
+//! This module returns an error in both cases. The check protects against mistakes, not against a user who changes the
+//! folder concurrently.
 
 use std::fs::{self, File};
 use std::io;
@@ -14,11 +14,11 @@ use super::failure::io_failure;
 use crate::bucket::{BucketError, FailureClass};
 use crate::object::Folder;
 
-/// The root folder of an archive.
+/// A local folder that contains an archive.
 #[derive(Clone, Debug)]
 pub(super) struct LocalFolder {
     root: PathBuf,
-    /// The open folder. While it is open, its inode number cannot be reused.
+    /// The open folder, whose inode number cannot be reused while it is open.
     opened: Arc<File>,
 }
 
@@ -37,8 +37,7 @@ impl LocalFolder {
         &self.root
     }
 
-    /// Checks that the folder is still the one that was opened, and that no component of a name in it is a symbolic
-    /// link.
+    /// Checks that the folder was not replaced since it was opened, and that no component of `name` is a symbolic link.
     pub fn check(&self, name: &str) -> Result<(), BucketError> {
         if !self.is_in_place().map_err(|error| io_failure(&error))? {
             let message = format!("{} was removed, replaced or unmounted", self.root.display());
@@ -70,7 +69,7 @@ impl LocalFolder {
         }
     }
 
-    /// Returns true if an object exists and its length is at most `offset`.
+    /// Returns true if the object `name` exists and is at most `offset` bytes long.
     pub fn ends_before(&self, name: &str, offset: u64) -> bool {
         fs::metadata(self.root.join(name)).is_ok_and(|metadata| metadata.len() <= offset)
     }
@@ -90,8 +89,8 @@ impl LocalFolder {
         Ok(names)
     }
 
-    /// Syncs the folder of an object. Another process may have created an existing object without syncing the folder,
-    /// or its sync may have failed.
+    /// Syncs the folder that contains an existing object. The process that created the object may have crashed before
+    /// it synced the folder, or the sync may have failed.
     pub fn sync_folder_of(&self, name: &str) -> Result<(), BucketError> {
         let path = self.root.join(name);
         let folder = path.parent().unwrap_or(&self.root);

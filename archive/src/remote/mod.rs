@@ -34,7 +34,7 @@
 //! | `s3://BUCKET/PATH`, `https://s3.REGION.amazonaws.com/BUCKET/PATH` | S3, and servers with its protocol by the setting `endpoint` |
 //! | `gs://BUCKET/PATH` | Google Cloud Storage |
 //! | `az://CONTAINER/PATH`, `abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH`, `https://ACCOUNT.blob.core.windows.net/CONTAINER/PATH` | Azure Blob Storage |
-//! | `file:///FOLDER` | an existing local folder, with every object synced before it is reported as created |
+//! | `file:///FOLDER` | an existing local folder; every object is synced before it is reported as created |
 //!
 //! A URL is rejected if it contains `//` in its path, `.` or `..` as a name, a password, a query or a fragment.
 //! Symbolic links in a local folder are rejected.
@@ -84,7 +84,8 @@ use folder::LocalFolder;
 
 pub use options::{RemoteOptions, Settings};
 
-/// Minimum time between two reads of the credentials. A sweep over a thousand locked objects reads them only once.
+/// Minimum time between two reads of the credentials, so that a sweep over a thousand locked objects does not read them
+/// for each object.
 const REREAD_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The error of opening a bucket. Contains no credentials.
@@ -144,7 +145,7 @@ impl AsRef<[u8]> for SharedBytes {
     }
 }
 
-/// Continues a thread that waits in [`RemoteBucket::block_on`].
+/// Wakes a thread that waits in [`RemoteBucket::block_on`].
 struct ThreadWaker(Thread);
 
 impl Wake for ThreadWaker {
@@ -201,8 +202,8 @@ impl RemoteBucket {
         Ok(Self { shared: Arc::new(shared), runtime: Some(runtime) })
     }
 
-    /// Runs a future of this bucket to completion on the calling thread. In an asynchronous context, this blocks the
-    /// thread, so that its other tasks wait.
+    /// Runs a future of this bucket to completion and returns its output. Blocks the calling thread: in an asynchronous
+    /// context, the other tasks of the thread wait.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         let waker = Waker::from(Arc::new(ThreadWaker(std::thread::current())));
         let mut context = Context::from_waker(&waker);
@@ -243,7 +244,7 @@ impl RemoteBucket {
 
 impl Drop for RemoteBucket {
     fn drop(&mut self) {
-        // Does not wait for requests, so that the bucket can be dropped in an asynchronous context.
+        // The shutdown does not wait for requests, so that the bucket can be dropped in an asynchronous context.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -275,7 +276,8 @@ impl Shared {
         self.address.prefix.parts().chain(Path::from(name).parts()).collect()
     }
 
-    /// Converts the failure of a request. Reads the credentials again if the bucket denied the request.
+    /// Converts the failure of a request to a [`BucketError`]. If the bucket denied the request, reads the credentials
+    /// again.
     fn fail(&self, error: &object_store::Error, answer: Option<&Answer>) -> BucketError {
         let failure = failure(error, answer);
         if matches!(failure.class, FailureClass::Denied | FailureClass::Expired) && self.folder.is_none() {
@@ -284,8 +286,8 @@ impl Shared {
         failure
     }
 
-    /// Creates clients from the current environment variables and settings, at most once per interval. Keeps the old
-    /// clients if the settings are invalid.
+    /// Replaces the clients with new ones for the current environment variables and settings, at most once per
+    /// [`REREAD_INTERVAL`]. Keeps the old clients if the settings are invalid.
     fn read_credentials(&self) {
         let mut access = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
         if access.read.is_some_and(|read| read.elapsed() < REREAD_INTERVAL) {
@@ -331,7 +333,7 @@ impl Shared {
         let read = async {
             let found = clients.others.get_opts(&path, options).await?;
             let len = found.range.end.saturating_sub(found.range.start);
-            // An object that another program wrote may have any length.
+            // Another program may have written an object of any length.
             if len > DATA_OBJECT_LEN_MAX as u64 {
                 return Ok::<_, object_store::Error>(Err(len));
             }
@@ -366,7 +368,7 @@ impl Shared {
         }
     }
 
-    /// Returns true if a failed request asked for a range beyond the end of an object in a local folder.
+    /// Returns true if a failed request read a range beyond the end of an object in a local folder.
     fn is_beyond_end(&self, key: ObjectKey, range: &Option<Range<u64>>) -> bool {
         let (Some(folder), Some(range)) = (&self.folder, range) else { return false };
         folder.ends_before(&key.to_string(), range.start)
@@ -398,7 +400,7 @@ impl Shared {
         }
     }
 
-    /// Waits before another attempt. Returns false if no further attempt is made.
+    /// Waits before the next attempt. Returns false if there is no further attempt or if the bucket was stopped.
     async fn pause(&self, attempt: u32, class: FailureClass) -> bool {
         let is_denial = matches!(class, FailureClass::Denied | FailureClass::Expired);
         let has_new = is_denial && self.has_new_credentials.swap(false, Ordering::Relaxed);
@@ -409,7 +411,7 @@ impl Shared {
     }
 }
 
-/// Reads a range of a file in one step. `object_store` would read it in small pieces.
+/// Reads a range of a file with one read, because `object_store` would read it in small pieces.
 async fn read_file(file: File, range: Range<u64>) -> Result<Vec<u8>, object_store::Error> {
     let read = move || {
         let mut bytes = Vec::with_capacity((range.end - range.start) as usize);
@@ -461,9 +463,9 @@ impl Bucket for RemoteBucket {
         self.run(async move { shared.delete(key).await }).await
     }
 
-    /// Waits for a random delay that grows with `attempt`, within the bounds of [`RemoteOptions`], and longer after a
-    /// throttled request. Returns false after the last attempt, after [`RemoteBucket::stop`], and earlier for failures
-    /// that rarely pass.
+    /// Waits for a random delay that grows with `attempt`, within the limits of [`RemoteOptions`]. The delay is longer
+    /// after a throttled request. Returns false after the last attempt and after [`RemoteBucket::stop`]. Failures that
+    /// are rarely temporary have fewer attempts.
     async fn pause(&self, attempt: u32, failure: &BucketError) -> bool {
         let (shared, class) = (self.shared.clone(), failure.class);
         self.run(async move { Ok(shared.pause(attempt, class).await) }).await.unwrap_or(false)

@@ -1,4 +1,4 @@
-//! The settings of a bucket and its credentials.
+//! The settings of a bucket, including credentials.
 
 use std::fmt;
 use std::sync::Arc;
@@ -58,8 +58,8 @@ impl RemoteOptions {
         self
     }
 
-    /// Sets the maximum number of attempts of a request that fails for a temporary reason. The default is 12, which
-    /// takes about 90 seconds.
+    /// Sets the maximum number of attempts for a request that fails for a temporary reason. The default is 12. All 12
+    /// attempts take about 90 seconds.
     #[must_use]
     pub fn attempts(mut self, attempts: u32) -> Self {
         self.attempts = attempts.max(1);
@@ -82,7 +82,7 @@ impl RemoteOptions {
 }
 
 impl fmt::Debug for RemoteOptions {
-    /// Formats only the keys of the settings, because values may be credentials.
+    /// Formats only the keys of the settings, because their values may be credentials.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let keys: Vec<&str> = self.settings.iter().map(|(key, _)| key.as_str()).collect();
         f.debug_struct("RemoteOptions")
