@@ -1,4 +1,4 @@
-//! Agents, the endpoints of transfers.
+//! An agent: an endpoint of transfers between processes and hosts.
 
 use std::ffi::{CStr, CString, c_char};
 use std::fmt;
@@ -15,7 +15,8 @@ use super::transfer::{Operation, Transfer};
 use crate::error::Error;
 use crate::error::{NixlError, Result};
 
-/// An endpoint of transfers to and from other agents. Clones refer to the same agent. Any thread may use an agent.
+/// An endpoint of transfers to and from other agents. Clones refer to the same agent. All threads may use an agent
+/// concurrently.
 ///
 /// An agent belongs to the process that created it. In a forked child, its methods return [`Error::Forked`], and
 /// dropping it frees nothing.
@@ -33,8 +34,8 @@ impl Agent {
         self.0.name()
     }
 
-    /// Returns the metadata that a peer needs to reach this agent and its registered memory. After more memory was
-    /// registered, peers must load the metadata again to access it.
+    /// Returns the metadata that a peer needs to reach this agent and its registered memory. After this agent has
+    /// registered more memory, peers must load the new metadata to access that memory.
     ///
     /// # Errors
     /// [`NixlError::Failed`]; [`Error::Forked`].
@@ -49,8 +50,8 @@ impl Agent {
         Ok(Metadata { library: self.0.library().version(), agent: self.0.name().to_owned(), blob }.to_bytes())
     }
 
-    /// Loads the metadata of another agent. Newer metadata of an agent that was already loaded adds its newly
-    /// registered memory.
+    /// Loads the metadata of another agent, and returns that agent as a peer. If metadata of the same agent was loaded
+    /// earlier, adds the memory that the agent has registered since.
     ///
     /// # Errors
     /// [`NixlError::InvalidMetadata`], [`NixlError::OtherPeerVersion`], [`NixlError::Failed`]; [`Error::Forked`].
@@ -126,8 +127,8 @@ impl Agent {
     /// Starts reading ranges of a peer into ranges of this agent. Both ranges of a pair must have the same length. If
     /// `notification` is given, the peer receives it after the bytes were read.
     ///
-    /// Over TCP, a peer that disappears during a read can crash the process that owns the memory. If this is a risk,
-    /// let the owner write instead.
+    /// Over TCP, if the reading process disappears during a read, the process that owns the memory can crash. If this
+    /// is a risk, the owner should write the bytes instead.
     ///
     /// # Errors
     /// [`NixlError::InvalidTransfer`], [`NixlError::Failed`]; [`Error::Forked`].
@@ -164,12 +165,12 @@ impl Agent {
         self.0.take(|message| !message.bytes.starts_with(&MAGIC))
     }
 
-    /// Returns the requests to a page server that have arrived.
+    /// Removes the requests to a page server that have arrived from the inbox, and returns them.
     pub(super) fn take_requests(&self) -> Result<Vec<Notification>> {
         self.0.take(|message| Message::is_request(&message.bytes))
     }
 
-    /// Returns the answers of the page server `server` that have arrived.
+    /// Removes the answers of page server `server` that have arrived from the inbox, and returns them.
     pub(super) fn take_answers(&self, server: &Peer) -> Result<Vec<Notification>> {
         self.0.take(|message| {
             let is_answer = message.bytes.starts_with(&MAGIC) && !Message::is_request(&message.bytes);

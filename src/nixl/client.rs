@@ -15,9 +15,9 @@ use super::transfer::pause;
 use crate::base::allocation::make_room;
 use crate::error::{Error, NixlError, Result};
 
-/// Number of pages in flight at a time, each with a slot in the buffer.
+/// Maximum number of pages in flight. Each of them has a slot in the buffer.
 const SLOTS: u64 = 4;
-/// Number of bytes that are copied and then verified while they are in the processor cache.
+/// Number of bytes that are copied at a time. The bytes are then verified while they are in the processor cache.
 const PIECE: usize = 256 << 10;
 /// Maximum number of attempts to fetch a page whose bytes do not match the checksum.
 const ATTEMPTS: u32 = 3;
@@ -67,16 +67,16 @@ pub struct PageClient {
     target: Region<HostBuffer>,
     /// Maximum length of a page in bytes.
     page_len_max: u64,
-    /// Number of the newest request. The first number is random, so that a late answer to an earlier client does not
-    /// match.
+    /// Number of the newest request. The first number is random, so that late answers to an earlier client do not match
+    /// a request.
     newest: u64,
     /// Whether the client no longer uses the server, because a call failed or timed out.
     is_lost: bool,
-    /// Whether a call that fetches pages has not ended. Bytes may then still arrive anywhere in the buffer.
+    /// Whether a call that fetches pages has begun and not ended. While true, bytes may arrive anywhere in the buffer.
     is_fetching: bool,
 }
 
-/// A request that was not answered yet.
+/// A request that the server has not answered yet.
 struct Pending {
     /// Index of the page in the caller's list.
     index: usize,
@@ -156,8 +156,8 @@ impl PageClient {
         self.fetch_named(&names, &mut each)
     }
 
-    /// Fetches `pages` in a state after one batch, and returns the Lsn of that batch. Pages that change during the call
-    /// are detected by their epochs and fetched again.
+    /// Fetches `pages`, all in their versions after one batch, and returns the Lsn of that batch. Pages that change
+    /// during the call are detected by their epochs and fetched again.
     ///
     /// # Errors
     /// [`NixlError::Unsettled`] if the pages change faster than they can be fetched. Otherwise, the same as
@@ -181,7 +181,8 @@ impl PageClient {
         }
     }
 
-    /// Calls `round` until it returns a result instead of the number of pages that changed meanwhile.
+    /// Calls `round` repeatedly until it returns a result. If pages change during a round, `round` instead returns the
+    /// number of these pages.
     pub(super) fn settle<T>(
         &mut self,
         mut round: impl FnMut(&mut Self) -> Result<Result<T, usize>>,
@@ -218,8 +219,8 @@ impl PageClient {
         }
     }
 
-    /// Returns the newest versions of pages in the store of the server, and the Lsn of the last batch that they
-    /// contain.
+    /// Returns the newest versions of pages in the server's store, and the Lsn of the batch after which the pages have
+    /// these versions.
     fn versions(&mut self, pages: &[PageId]) -> Result<(Lsn, Vec<Epoch>)> {
         let request = Message::Ask { id: self.number(), pages: pages.to_vec() };
         match self.exchange(&request)? {
@@ -248,7 +249,7 @@ impl PageClient {
                 };
                 let (id, offset) = (self.number(), slot * self.page_len_max);
                 let name = names[index].clone();
-                // The request may have been sent even if sending fails, so its answer is expected.
+                // The request may have been sent even if the call fails, so the client waits for its answer.
                 pending.insert(id, Pending { index, slot, attempt });
                 self.send(&Message::Fetch { id, name, offset, len: self.page_len_max })?;
             }
@@ -259,8 +260,8 @@ impl PageClient {
                 self.is_fetching = false;
                 return failure.map_or(Ok(()), Err);
             }
-            // Answers are handled one by one. The next request for the slot of a page is sent before the caller gets the
-            // page, so the server writes pages while the client copies, verifies and uses others.
+            // Answers are handled one by one. The next request for a slot is sent before the caller gets the page in
+            // that slot. Thus the server writes pages while the client copies, verifies and uses other pages.
             if answers.is_empty() {
                 answers.extend(self.answers(|answer| pending.contains_key(&answer.id()))?);
             }
@@ -275,7 +276,7 @@ impl PageClient {
                     tracing::warn!(%error, attempt, "fetching a page again");
                     todo.push_back((index, attempt + 1));
                 }
-                // The other requests are still awaited, because their bytes arrive in any case.
+                // The client still waits for the other answers, because their bytes arrive in any case.
                 Err(error) => failure = failure.or(Some(error)),
             }
         }
@@ -371,7 +372,8 @@ impl PageClient {
         }
     }
 
-    /// Stops using the server. If bytes may still arrive, the buffer stays registered for the lifetime of the process.
+    /// Stops using the server. If bytes may still arrive in the buffer, the buffer stays registered for the lifetime of
+    /// the process.
     fn abandon_server(&mut self) {
         if !std::mem::replace(&mut self.is_lost, true)
             && self.is_fetching
@@ -398,7 +400,7 @@ impl Drop for PageClient {
         {
             tracing::debug!(%error, "cannot notify a server of the end of its client");
         }
-        // Fails in a forked child, where nothing may be changed.
+        // In a forked child, this call fails, because the child must not change the agent.
         if let Err(error) = self.agent.forget_peer(&self.server) {
             tracing::debug!(%error, "cannot unload the metadata of a server");
         }

@@ -46,12 +46,13 @@ impl AgentOptions {
         self
     }
 
-    /// Creates the agent without a thread that makes progress in the background. The agent then makes progress only in
-    /// calls: of a [`PageServer`](super::PageServer) or [`PageClient`](super::PageClient), which poll, of
-    /// [`Agent::notifications`](super::Agent::notifications), or of its transfers. This is faster, because the thread
-    /// waits actively for a lock that is held while bytes are copied.
+    /// Creates the agent without a background thread. The agent then makes progress only in calls: of a
+    /// [`PageServer`](super::PageServer) or [`PageClient`](super::PageClient), which poll, of
+    /// [`Agent::notifications`](super::Agent::notifications), or of its transfers. A polled agent is faster, because
+    /// the background thread waits actively for a lock that is held while bytes are copied.
     ///
-    /// Do not use this setting if peers connect to the agent, or access its memory, while it makes no such calls.
+    /// Do not use this setting if peers connect to the agent or access its memory while the process makes no such
+    /// calls.
     #[must_use]
     pub fn polled(mut self) -> Self {
         self.is_polled = true;
@@ -94,21 +95,21 @@ impl Backend {
     }
 }
 
-/// The state of an agent. Dropping it destroys the agent.
+/// The state that all clones of an agent share. Dropping it destroys the agent.
 pub(super) struct Endpoint {
     library: &'static Library,
     name: String,
     raw: RawAgent,
     opener: Process,
     timeout: Duration,
-    /// Notifications that were received and not returned yet.
+    /// Received notifications that no call has returned yet.
     inbox: Mutex<Vec<Notification>>,
 }
 
 /// A handle to an agent of the library.
 struct RawAgent(Raw);
 
-// SAFETY: the library accepts calls of an agent with strict synchronization on any thread.
+// SAFETY: the agent has strict synchronization, so the library accepts its calls on any thread.
 unsafe impl Send for RawAgent {}
 // SAFETY: as above.
 unsafe impl Sync for RawAgent {}
@@ -185,7 +186,7 @@ impl Endpoint {
         self.timeout
     }
 
-    /// Returns the handle for a call to the library.
+    /// Returns the handle of the agent for a call to the library.
     ///
     /// # Errors
     /// `Forked`.
@@ -193,12 +194,12 @@ impl Endpoint {
         self.opener.check().map(|()| self.raw.0)
     }
 
-    /// Converts a failed call of this agent to an error.
+    /// Converts a failed library call for this agent to an error.
     pub fn failed(&self, fault: Fault) -> Error {
         fault.of_agent(&self.name).into()
     }
 
-    /// Adds a backend.
+    /// Creates a backend in the agent.
     fn add(&self, backend: &Backend) -> Result<()> {
         let library = self.library;
         let failed = |fault| self.failed(fault);
@@ -222,13 +223,14 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Returns the notifications that have arrived and that `select` accepts. The others remain in the inbox.
+    /// Returns the received notifications that `select` accepts, and removes them from the inbox. The other
+    /// notifications remain in the inbox.
     pub fn take(&self, select: impl Fn(&Notification) -> bool) -> Result<Vec<Notification>> {
         self.receive()?;
         Ok(self.inbox.lock().extract_if(.., |message| select(message)).collect())
     }
 
-    /// Moves the notifications that have arrived into the inbox.
+    /// Moves the notifications that have arrived from the library to the inbox.
     fn receive(&self) -> Result<()> {
         let (library, agent) = (self.library, self.raw()?);
         let failed = |fault| self.failed(fault);
@@ -246,13 +248,13 @@ impl Endpoint {
             // SAFETY: the map is live, and the index is below its length.
             unsafe { library.sender_at(map, sender, &mut name) }.map_err(failed)?;
             let mut count = 0;
-            // SAFETY: the map is live, and the name is one of its own.
+            // SAFETY: the map is live and contains the name.
             unsafe { library.count_notifications(map, name, &mut count) }.map_err(failed)?;
             // SAFETY: the name ends with a zero byte and lives as long as the map.
             let peer = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
             for index in 0..count {
                 let (mut data, mut len): (*const c_void, usize) = (std::ptr::null(), 0);
-                // SAFETY: the map is live, the name is one of its own, and the index is below the count.
+                // SAFETY: the map is live and contains the name, and the index is below the count.
                 unsafe { library.notification_at(map, name, index, &mut data, &mut len) }.map_err(failed)?;
                 let bytes = if len == 0 {
                     Vec::new()
@@ -271,8 +273,8 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         // A forked child must not use the agent of its parent.
         let Ok(raw) = self.raw() else { return };
-        // SAFETY: no registration and no transfer of the agent is left, except those that were leaked, and the handle
-        // is not used again.
+        // SAFETY: all registrations and transfers of the agent have ended or were leaked, and the handle is not used
+        // again.
         if let Err(fault) = unsafe { self.library.destroy_agent(raw) } {
             let error = self.failed(fault);
             tracing::warn!(%error, "cannot destroy an agent");
@@ -280,7 +282,7 @@ impl Drop for Endpoint {
     }
 }
 
-/// An allocation that the library returned, and that the caller frees.
+/// An allocation that the library returned. Dropping this value frees the allocation.
 pub(super) struct Allocated(pub Raw);
 
 impl Drop for Allocated {
@@ -290,7 +292,7 @@ impl Drop for Allocated {
     }
 }
 
-/// Converts a string for the library, after checking its length.
+/// Checks the length of a string, and converts the string for the library. `what` names the string in errors.
 ///
 /// # Errors
 /// `InvalidName`.

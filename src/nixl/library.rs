@@ -12,9 +12,9 @@ use crate::error::NixlError;
 /// The supported version. The C interface is different in earlier and later versions.
 const SUPPORTED: &str = "1.5";
 
-/// A function that exists only since the supported version. Earlier versions define a function with other arguments.
+/// A function that the supported version added. Earlier versions define a function with other arguments instead.
 const SINCE_SUPPORTED: &str = "nixl_capi_create_remote_dlist";
-/// A function that exists only after the supported version. These versions have another layout of [`AgentConfig`].
+/// A function that a later version added. The later versions have another layout of [`AgentConfig`].
 const AFTER_SUPPORTED: &str = "nixl_capi_mem_free";
 
 /// A handle to an object of the library.
@@ -25,7 +25,7 @@ const SUCCESS: c_int = 0;
 /// The status of a transfer that is in flight.
 const IN_FLIGHT: c_int = 1;
 
-/// Returns the meaning of a status. The library reports most failures as failures of the backend.
+/// Returns a description of a status. The library reports most failures as failures of the backend.
 fn meaning(status: c_int) -> &'static str {
     match status {
         -1 => "invalid parameter",
@@ -46,7 +46,7 @@ pub(super) enum Progress {
     InFlight,
 }
 
-/// A failed call: the name of the function and its status.
+/// A failed call: the name of the function, and the status that it returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fault {
     pub call: &'static str,
@@ -54,7 +54,7 @@ pub(super) struct Fault {
 }
 
 impl Fault {
-    /// Converts the failure of a call of agent `agent` to an error.
+    /// Converts the failure of a call for agent `agent` to an error.
     pub fn of_agent(self, agent: &str) -> NixlError {
         let Self { call, status } = self;
         NixlError::Failed { agent: agent.to_owned(), call, status, meaning: meaning(status) }
@@ -75,8 +75,8 @@ pub(super) struct AgentConfig {
 }
 
 impl AgentConfig {
-    /// Returns the configuration of an agent that any thread may use. A progress thread sleeps between rounds;
-    /// otherwise it would use a core even without transfers.
+    /// Returns the configuration of an agent that any thread may use. The progress thread, if any, sleeps between
+    /// rounds, because it would otherwise use a core even without transfers.
     pub fn shared(has_progress_thread: bool) -> Self {
         const STRICT: c_uint = 1;
         Self {
@@ -94,7 +94,7 @@ impl AgentConfig {
 
 macro_rules! functions {
     ($($name:ident = $symbol:literal ($($argument:ident: $type:ty),*);)*) => {
-        /// The functions of the library. A value exists only if all of them were found.
+        /// Pointers to the functions of the library. A value of this type exists only if all functions were found.
         struct Functions {
             $($name: unsafe extern "C" fn($($type),*) -> c_int,)*
         }
@@ -194,7 +194,7 @@ pub(super) struct Library {
 }
 
 impl Library {
-    /// Loads the first library that can be loaded.
+    /// Loads the first library in `places` that can be loaded.
     ///
     /// # Errors
     /// `NotFound` if no library can be loaded; `MissingSymbol` or `OtherVersion` if the loaded library is not
@@ -267,7 +267,7 @@ fn path_of(functions: &Functions) -> Option<String> {
     Some(real.map_or(path, |real| real.to_string_lossy().into_owned()))
 }
 
-/// A handle to an object of the library, which is freed on drop.
+/// A handle to an object of the library. Dropping the handle frees the object.
 pub(super) struct Owned {
     library: &'static Library,
     raw: Raw,
@@ -275,7 +275,7 @@ pub(super) struct Owned {
 }
 
 impl Owned {
-    /// Creates an object with `create`. `free` is called on drop.
+    /// Creates an object by calling `create`. `free` is the function that frees the object on drop.
     pub fn create(
         library: &'static Library,
         create: impl FnOnce(*mut Raw) -> Result<Progress, Fault>,

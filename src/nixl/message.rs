@@ -70,7 +70,7 @@ impl Message {
         }
     }
 
-    /// Returns true if `bytes` are a message from a client to a server. Does not check the contents.
+    /// Returns true if `bytes` contain a message from a client to a server. Does not check the contents of the message.
     pub fn is_request(bytes: &[u8]) -> bool {
         bytes.starts_with(&MAGIC) && matches!(bytes.get(5), Some(0 | 2 | 5 | 7 | 8))
     }

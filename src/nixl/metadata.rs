@@ -1,5 +1,5 @@
-//! The metadata by which a peer reaches an agent. The metadata of the library contain no version, so this encoding adds
-//! one.
+//! The metadata that a peer needs to reach an agent. The library's own metadata contains no version, so this encoding
+//! adds the version.
 
 use super::version::Version;
 use super::wire::{Reader, Writer};
@@ -43,7 +43,7 @@ impl<'b> Metadata<'b> {
     }
 
     /// Checks that an agent with library version `own` can use the metadata. Different minor versions of the library
-    /// are not always compatible, and do not always report this.
+    /// are not always compatible, and do not always report that they are incompatible.
     ///
     /// # Errors
     /// `OtherPeerVersion`.

@@ -1,8 +1,8 @@
 //! Transfers page memory between processes and hosts with NVIDIA NIXL. Requires the feature `nixl`.
 //!
 //! An [`Agent`] registers memory: leased and pinned pages, device memory, host buffers and files. Two agents exchange
-//! their [metadata](Agent::metadata) as bytes, over any channel. After that, each can write to and read from the memory
-//! of the other, and send it notifications.
+//! their [metadata](Agent::metadata) as bytes, over any channel. Then each agent can write to the other's memory, read
+//! from it, and send notifications.
 //!
 //! ```no_run
 //! use remanent::nixl::{AgentOptions, HostBuffer, Nixl, RemoteRegion};
@@ -27,8 +27,8 @@
 //! **Trust.** A peer that has the metadata of an agent can access all memory that the agent has registered. Exchange
 //! metadata only with processes that you trust as much as your own.
 //!
-//! **Environment variables.** NIXL and UCX read their variables when the library is loaded. Set these before the
-//! process starts:
+//! **Environment variables.** NIXL and UCX read their environment variables when the library is loaded. Set these
+//! variables before the process starts:
 //!
 //! | variable | effect |
 //! |---|---|
@@ -83,10 +83,10 @@ pub struct Nixl(&'static Library);
 impl Nixl {
     /// Loads the library. Later calls return the same result for the lifetime of the process.
     ///
-    /// If the environment variable `REMANENT_NIXL` is set, it names the library, its folder, or a folder of Python
-    /// packages, and only this path is searched. Otherwise, these are searched in order:
+    /// If the environment variable `REMANENT_NIXL` is set, only its value is searched: the path of the library, of its
+    /// folder, or of a folder of Python packages. Otherwise, these locations are searched in order:
     ///
-    /// 1. `libnixl_capi.so`, by the dynamic linker, which also finds a library that the process has already loaded;
+    /// 1. `libnixl_capi.so`, found by the dynamic linker or already loaded by the process;
     /// 2. the wheels `nixl-cu12` and `nixl-cu13` in the folders of Python packages of `VIRTUAL_ENV`, `CONDA_PREFIX`,
     ///    `PYTHONPATH`, the user and the system.
     ///
@@ -99,8 +99,8 @@ impl Nixl {
         Ok(Self(loaded.as_ref().map_err(NixlError::clone)?))
     }
 
-    /// Loads the library at `path`, which is the library itself, its folder, or a folder of Python packages. The
-    /// library stays loaded for the lifetime of the process, because its threads may be running until then.
+    /// Loads the library at `path`: the path of the library, of its folder, or of a folder of Python packages. The
+    /// library stays loaded for the lifetime of the process, because its threads may run until the end of the process.
     ///
     /// # Errors
     /// Same as [`load`](Self::load).

@@ -81,10 +81,10 @@ pub(super) mod sealed {
 
     /// The implementation of [`Memory`](super::Memory).
     pub trait Located {
-        /// Returns the location of the bytes. It is constant for the lifetime of the value.
+        /// Returns the location of the bytes, which does not change during the lifetime of the value.
         fn location(&self) -> Result<Location>;
 
-        /// Waits until the memory contains all data written before this call.
+        /// Waits until the memory contains all bytes that were written before this call.
         fn wait_written(&self) -> Result<()> {
             Ok(())
         }
@@ -118,7 +118,7 @@ impl sealed::Located for Lease<'_> {
         if self.address().is_some() {
             return location_of_page(&self.descriptor()?);
         }
-        // The lease keeps the slice at this address, even if the lease itself is moved.
+        // The slice stays at this address, even if the lease value is moved.
         let bytes = self.bytes()?;
         let address = bytes.as_ptr().expose_provenance() as u64;
         Ok(Location {
@@ -179,7 +179,7 @@ struct HostBytes {
     copying: Mutex<()>,
 }
 
-// SAFETY: the allocation belongs to the value, and the lock keeps the accesses of threads apart.
+// SAFETY: the value owns the allocation, and the lock excludes concurrent accesses of threads.
 unsafe impl Send for HostBytes {}
 // SAFETY: as above.
 unsafe impl Sync for HostBytes {}
@@ -224,8 +224,8 @@ impl HostBuffer {
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let _copying = self.0.copying.lock();
         let from = self.at(offset, out.len())?;
-        // SAFETY: the range is part of the allocation, and the slice belongs to the caller. If a peer writes at the
-        // same time, the copy contains some of its bytes.
+        // SAFETY: the range is part of the allocation, and the caller owns the slice. If a peer writes at the same
+        // time, the copy contains some of the peer's bytes.
         unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len()) };
         Ok(())
     }
@@ -238,8 +238,8 @@ impl HostBuffer {
         let _copying = self.0.copying.lock();
         let from = self.at(offset, len)?;
         let spare = &mut out.spare_capacity_mut()[..len];
-        // SAFETY: the range is part of the allocation, and the spare room belongs to the caller. If a peer writes at
-        // the same time, the copy contains some of its bytes.
+        // SAFETY: the range is part of the allocation, and the caller owns the spare capacity. If a peer writes at the
+        // same time, the copy contains some of the peer's bytes.
         unsafe { std::ptr::copy_nonoverlapping(from, spare.as_mut_ptr().cast(), len) };
         let filled = out.len() + len;
         // SAFETY: the bytes up to this length were filled.
@@ -285,7 +285,7 @@ impl sealed::Located for HostBuffer {
     }
 }
 
-/// A range at the start of a file, for agents with [`Backend::posix`](super::Backend::posix).
+/// The first bytes of a file, for agents with [`Backend::posix`](super::Backend::posix).
 ///
 /// To register an image file of a store, open the file while a [`View`](crate::View) of a snapshot with that image
 /// exists, and keep the view for the lifetime of the region. Otherwise, the store may reuse the file for other images.
@@ -297,13 +297,14 @@ pub struct FileRange {
 }
 
 impl FileRange {
-    /// Returns the first `len` bytes of a file that is open for reading. Transfers can only read them.
+    /// Creates a range of the first `len` bytes of a file that is open for reading. Transfers can only read these
+    /// bytes.
     #[must_use]
     pub fn new(file: File, len: u64) -> Self {
         Self { file, len, is_writable: false }
     }
 
-    /// Returns the first `len` bytes of a file that is open for reading and writing.
+    /// Creates a range of the first `len` bytes of a file that is open for reading and writing.
     #[must_use]
     pub fn writable(file: File, len: u64) -> Self {
         Self { file, len, is_writable: true }
@@ -323,7 +324,7 @@ impl sealed::Located for FileRange {
 /// In a forked child, dropping a region frees nothing.
 pub struct Region<M: Memory>(Arc<Registration<M>>);
 
-/// A registration of memory. Dropping it ends the registration.
+/// A registration of memory with an agent. Dropping it deregisters the memory.
 pub(super) struct Registration<M: Memory> {
     agent: Arc<Endpoint>,
     location: Location,
@@ -421,7 +422,7 @@ impl<M: Memory> Drop for Registration<M> {
     }
 }
 
-/// Creates a list of the library that contains one registration.
+/// Creates a list of registrations that contains one location.
 fn list(agent: &Endpoint, location: &Location) -> Result<Owned> {
     let library = agent.library();
     let kind = location.kind.number();
@@ -509,7 +510,7 @@ impl RemoteRegion {
         Ok(RemoteRange { region: self.clone(), offset, len })
     }
 
-    /// Encodes the description, to send it to peers.
+    /// Encodes the description, so that the caller can send it to peers.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let Location { kind, address, len, device, is_writable } = self.location;
@@ -561,7 +562,7 @@ impl RemoteRange {
     }
 }
 
-/// Creates a list of the library that contains ranges.
+/// Creates a list of ranges for a transfer.
 pub(super) fn ranges(
     agent: &Endpoint,
     kind: RegionKind,

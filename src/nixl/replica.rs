@@ -50,7 +50,8 @@ impl PageClient {
         Ok(replica)
     }
 
-    /// Fetches the newest state, and the pages that `is_known` does not accept, in versions of that state.
+    /// Fetches the newest state, and those of its pages for which `is_known` returns false. All fetched pages have the
+    /// versions of that state.
     fn fetch_changed(
         &mut self,
         is_known: impl Fn(&State, &PageInfo) -> bool,
@@ -68,7 +69,7 @@ impl PageClient {
             client.fetch_many(&ids, |_, page| {
                 fetched.insert(page.page, page);
             })?;
-            // A newer version belongs to a later batch.
+            // A page with a newer version was changed by a later batch.
             let stale = needed.iter().filter(|info| !is_fetched(&fetched, info));
             match stale.count() {
                 0 => Ok(Ok(state)),

@@ -14,7 +14,7 @@ const VARIABLE: &str = "REMANENT_NIXL";
 /// The file name of the library.
 const NAME: &str = "libnixl_capi.so";
 
-/// The folders that the wheels create in a folder of Python packages and that contain the library.
+/// The folders with the library that the wheels create in a folder of Python packages.
 const IN_PACKAGES: [&str; 2] = [".nixl_cu12.mesonpy.libs", ".nixl_cu13.mesonpy.libs"];
 
 /// The places to search.
@@ -25,7 +25,7 @@ pub(super) struct Places {
     pub without: Vec<PathBuf>,
 }
 
-/// Returns the places to search if the caller gives no path.
+/// Returns the places to search if the caller passes no path.
 pub(super) fn candidates() -> Places {
     if let Some(path) = env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
         return at(Path::new(&path));
@@ -41,7 +41,7 @@ pub(super) fn candidates() -> Places {
     places
 }
 
-/// Returns the places to search for the path of a library or folder.
+/// Returns the places to search if the caller passes the path of a library or folder.
 pub(super) fn at(path: &Path) -> Places {
     if !path.is_dir() {
         return Places { paths: vec![real(path)], without: Vec::new() };
@@ -58,7 +58,7 @@ fn in_packages(folder: &Path) -> Vec<OsString> {
     files.iter().filter(|file| file.exists()).map(|file| real(file)).collect()
 }
 
-/// Resolves symbolic links. The library finds its dependencies only relative to its real folder.
+/// Resolves symbolic links in `path`, because the library finds its dependencies only relative to its real folder.
 fn real(path: &Path) -> OsString {
     fs::canonicalize(path).unwrap_or_else(|_| path.to_owned()).into_os_string()
 }

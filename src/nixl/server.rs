@@ -59,7 +59,7 @@ pub struct PageServer<'s> {
 struct Client {
     peer: Peer,
     target: RemoteRegion,
-    /// The encoded state of which the client has requested some parts, and not the last one.
+    /// The encoded state that the client is fetching. Empty before the first part and after the last one.
     state: Vec<u8>,
 }
 
@@ -80,8 +80,8 @@ impl<'s> PageServer<'s> {
         Self { agent, store, clients: HashMap::new(), checksums: HashMap::new() }
     }
 
-    /// Answers the requests that arrive within `time`, and returns the number of pages that were sent. Returns earlier
-    /// only with an error.
+    /// Answers the requests that arrive within `time`, and returns the number of pages that were sent. Returns before
+    /// `time` has passed only if an error occurs.
     ///
     /// If a client cannot be reached, the server disconnects it and continues. The client must then connect again.
     ///
@@ -163,7 +163,7 @@ impl<'s> PageServer<'s> {
         self.agent.notify(&self.client(name)?.peer, &message.to_bytes())
     }
 
-    /// Loads the metadata of a client, and replies to it.
+    /// Loads the metadata of a client that connects, and sends a reply to the client.
     fn welcome(&mut self, name: &str, id: u64, metadata: &[u8], target: &[u8]) -> Result<()> {
         let peer = self.agent.load_peer(metadata)?;
         let target = RemoteRegion::from_bytes(target)?;
@@ -176,7 +176,7 @@ impl<'s> PageServer<'s> {
         self.reply(name, &Message::Welcome { id })
     }
 
-    /// Replies with the versions of pages.
+    /// Sends the versions of pages to a client.
     fn versions(&self, name: &str, id: u64, pages: &[PageId]) -> Result<()> {
         let view = self.store.view()?;
         let epoch = |page: &PageId| view.page(*page).map_or(Epoch(0), |info| info.epoch);
@@ -184,7 +184,7 @@ impl<'s> PageServer<'s> {
         self.reply(name, &Message::Versions { id, lsn: view.lsn(), epochs })
     }
 
-    /// Replies with a part of the state. All parts of a state are from the same batch.
+    /// Sends a part of the state to a client. All parts of one state are from the same batch.
     fn state(&mut self, name: &str, id: u64, offset: u64) -> Result<()> {
         let store = self.store;
         let client = self.clients.get_mut(name);
@@ -209,7 +209,7 @@ impl<'s> PageServer<'s> {
         self.reply(name, &message)
     }
 
-    /// Starts sending a page, or replies with the reason why it is not sent.
+    /// Starts sending a page to a client, or sends the reason why the page is not sent.
     fn send(
         &mut self,
         name: &str,
@@ -231,7 +231,8 @@ impl<'s> PageServer<'s> {
         self.agent.write(peer, &ranges, Some(&message.to_bytes())).map(Some)
     }
 
-    /// Registers the bytes of a page of at most `room` bytes, and computes their checksum.
+    /// Prepares a page for sending: registers its bytes and computes their checksum. Refuses a page that is longer than
+    /// `room` bytes.
     fn source(&mut self, page: &PageName, room: u64) -> Result<Source<'s>, Refusal> {
         let info = match page {
             PageName::Id(page) => self.store.page(*page),
@@ -260,8 +261,8 @@ impl<'s> PageServer<'s> {
         Some(Source { range: Some(range), info, len, crc })
     }
 
-    /// Returns the checksum of `bytes`, the contents of this version of a page. Uses the cached checksum if there is
-    /// one.
+    /// Returns the checksum of `bytes`, the contents of a page. Uses the cached checksum if the cache contains this
+    /// version of the page.
     fn checksum(&mut self, &PageInfo { page, epoch, .. }: &PageInfo, bytes: &[u8]) -> u32 {
         if let Some((_, crc)) = self.checksums.get(&page).filter(|(known, _)| *known == epoch) {
             return *crc;

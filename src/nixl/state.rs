@@ -1,4 +1,4 @@
-//! The encoding of a page's description and of a store's whole state except the contents of its pages.
+//! The encoding of a page's description, and of a store's state without the contents of its pages.
 
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ use crate::store::Store;
 const MAGIC: [u8; 4] = *b"RMNs";
 const VERSION: u8 = 1;
 
-/// The origin of a state. Within one origin, the epoch of a page identifies its bytes. A batch that was lost in a crash
-/// belongs to another incarnation.
+/// The origin of a state: a store, and an open of the store. Within one origin, the epoch of a page identifies its
+/// bytes. A batch that a crash lost belongs to another incarnation, and thus to another origin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Origin {
     pub store: StoreId,
@@ -40,7 +40,7 @@ const fn invalid(reason: &'static str) -> NixlError {
 /// Encodes the description of a page.
 ///
 /// # Errors
-/// Refuses to send the page if its metadata cannot be encoded.
+/// A [`Refusal`] if the metadata of the page cannot be encoded.
 pub(super) fn encode_page(info: &PageInfo) -> Result<Vec<u8>, Refusal> {
     let (kind, ordinal) = info.place.to_raw();
     let metadata = match info.metadata.is_empty() {
@@ -96,7 +96,7 @@ impl State {
     /// Encodes the newest state of a store.
     ///
     /// # Errors
-    /// Refuses to send the state if it cannot be encoded.
+    /// A [`Refusal`] if the state cannot be encoded.
     pub fn encode(store: &Store) -> Result<Vec<u8>, Refusal> {
         let failed = |error: Error| Refusal::Failed(error.to_string());
         let view = store.view().map_err(failed)?;
@@ -113,7 +113,8 @@ impl State {
         Ok(writer.try_bytes(&root).map_err(failed)?.finish())
     }
 
-    /// Decodes a state. Memory is allocated only for pages that `bytes` contain.
+    /// Decodes a state. Allocates memory only for the pages that `bytes` contains, not for a larger stated number of
+    /// pages.
     ///
     /// # Errors
     /// `InvalidMetadata`, `OtherPeerVersion`, `OutOfMemory`.
@@ -159,11 +160,11 @@ impl Parts {
         self.bytes.len() as u64
     }
 
-    /// Appends a part of a state of `len` bytes. Returns the state if it is complete. Memory is only allocated for
-    /// bytes that have arrived.
+    /// Appends a part of a state of `len` bytes. Returns the encoded state once it is complete. Memory is allocated
+    /// only for bytes that have arrived.
     ///
     /// # Errors
-    /// Returns `None` in the error if the part does not fit to the earlier ones.
+    /// `OutOfMemory`, or `None` if the part is inconsistent with the earlier parts.
     pub fn add(&mut self, len: u64, part: &[u8]) -> Result<Option<&[u8]>, Option<Error>> {
         let left = len.checked_sub(self.offset()).ok_or(None)?;
         if *self.len.get_or_insert(len) != len || part.is_empty() || part.len() as u64 > left {
@@ -255,7 +256,7 @@ mod tests {
         assert_eq!(reason(&state(&[two.clone(), one.clone()], 2, 6)), order);
         assert_eq!(reason(&state(&[one.clone(), one.clone()], 2, 6)), order);
         assert_eq!(reason(&state(std::slice::from_ref(&one), 1, 5)), order);
-        // The count is not trusted: the root is read as a page, and nothing follows.
+        // The decoder does not trust the count: it reads the root as a page, and finds no further bytes.
         assert!(State::decode("a-1", &state(&[one], u64::MAX, 6)).is_err());
         let newer = State::decode("a-1", &Writer::new(MAGIC, 2).finish()).unwrap_err();
         assert!(newer.to_string().contains("peer a-1 uses version 2"), "{newer}");
@@ -271,7 +272,7 @@ mod tests {
         }
         assert_eq!(parts.add(5, b"cde").unwrap(), Some(&b"abcde"[..]));
         assert!(matches!(Parts::default().add(0, b""), Err(None)));
-        // A length that no memory has is no reason to allocate.
+        // A stated length that exceeds all memory causes no allocation.
         assert_eq!(Parts::default().add(u64::MAX, b"a").unwrap(), None);
     }
 }

@@ -10,7 +10,7 @@ use super::library::{Library, Owned, Progress, Raw};
 use super::region::{LocalRange, RegionKind, Registered, RemoteRange, ranges};
 use crate::error::{NixlError, Result};
 
-/// Time for which a waiting thread only yields, before it sleeps.
+/// Time for which a waiting thread yields before it starts to sleep.
 const YIELDING: Duration = Duration::from_micros(200);
 /// Maximum time between two checks of the status of a transfer.
 const SLEEP_MAX: Duration = Duration::from_millis(1);
@@ -25,8 +25,8 @@ pub(super) enum Operation {
 /// A transfer that has started. Returned by [`Agent::write`](super::Agent::write) and
 /// [`Agent::read`](super::Agent::read).
 ///
-/// The transfer keeps the memory of its local ranges alive. Dropping an unfinished transfer waits for it like
-/// [`Transfer::wait`], because the library cannot cancel a transfer, and bytes would still arrive.
+/// The transfer keeps the memory of its local ranges alive. Dropping an unfinished transfer waits for its end like
+/// [`Transfer::wait`], because the library cannot cancel a transfer, and bytes could still arrive.
 #[must_use = "dropping a transfer waits for it, and ignores a failure"]
 pub struct Transfer<'m> {
     agent: Arc<Endpoint>,
@@ -44,7 +44,7 @@ struct Request(Raw);
 
 // SAFETY: the library accepts calls of an agent with strict synchronization on any thread.
 unsafe impl Send for Request {}
-// SAFETY: calls take the transfer by a unique reference.
+// SAFETY: all calls to the library need a unique reference to the transfer.
 unsafe impl Sync for Request {}
 
 impl<'m> Transfer<'m> {
@@ -151,7 +151,7 @@ impl<'m> Transfer<'m> {
         let library = self.agent.library();
         // SAFETY: the agent and the request are live.
         let released = unsafe { library.release_request(raw, request) };
-        // SAFETY: the request was released, or is refused by this call.
+        // SAFETY: the request was released, or the library refuses this call.
         let freed = released.and_then(|_| unsafe { library.destroy_request(request) });
         if let Err(fault) = freed {
             let error = self.agent.failed(fault);
@@ -172,7 +172,7 @@ impl Drop for Transfer<'_> {
             return;
         }
         if self.agent.raw().is_err() {
-            // The transfer of the parent continues.
+            // In a forked child, the parent's transfer continues.
             self.abandon();
         } else if let Err(error) = self.finish() {
             tracing::warn!(%error, "a dropped transfer failed");
@@ -240,7 +240,8 @@ fn arguments(agent: &Endpoint, message: &[u8]) -> Result<Owned> {
     Ok(arguments)
 }
 
-/// Pauses a thread that has already waited for `waited`. The library does not signal the end of a transfer.
+/// Pauses the calling thread, which has already waited for `waited`, before it checks a transfer again. The library
+/// does not signal the end of a transfer.
 #[expect(clippy::disallowed_methods, reason = "the library does not signal the end of a transfer")]
 pub(super) fn pause(waited: Duration) {
     if waited < YIELDING {

@@ -18,7 +18,7 @@ impl Writer {
         Self(bytes)
     }
 
-    /// Starts an encoding that becomes a byte string of a message.
+    /// Starts an encoding without a header. The caller adds the encoding to a message as a byte string.
     pub fn part() -> Self {
         Self(Vec::new())
     }
@@ -73,7 +73,8 @@ pub(super) struct Reader<'b>(&'b [u8]);
 const SHORT: NixlError = NixlError::InvalidMetadata { reason: "they are truncated" };
 
 impl<'b> Reader<'b> {
-    /// Checks the checksum and the magic number of a message. Returns its version, and a reader of its contents.
+    /// Verifies the checksum and the magic number of a message. Returns the version of the message, and a reader of its
+    /// contents.
     ///
     /// # Errors
     /// `InvalidMetadata`.
@@ -144,7 +145,7 @@ impl<'b> Reader<'b> {
         Ok(bytes.chunks(8).map(number).collect())
     }
 
-    /// Checks that no bytes are left.
+    /// Checks that all bytes were read.
     ///
     /// # Errors
     /// `InvalidMetadata`.
