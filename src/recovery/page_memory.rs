@@ -251,7 +251,7 @@ mod tests {
 
     /// A thread that waits for a page after a failed allocation must be notified. Otherwise the open hangs forever.
     #[test]
-    fn pages_after_a_refused_one_are_refused() {
+    fn pages_after_a_refused_page_are_refused() {
         // No device is bound to the slot.
         let device = EngineDevice::new(Arc::new(MultiDevice::new(vec![Arc::new(HostDevice::new())])));
         let (arena, table) = (Arena::new(device, Budget::default()), table(Place::Device(1)));

@@ -147,7 +147,7 @@ mod tests {
 
     /// A damaged length in a header must not make a thread allocate that much memory (I9).
     #[test]
-    fn file_shorter_than_its_header_says_is_not_read_further() {
+    fn link_with_inconsistent_length_is_not_read_further() {
         let whole = manifest().encode().unwrap();
         let mut nameless = whole.clone();
         nameless[0] ^= 1;

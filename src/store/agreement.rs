@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_with_other_digests_are_found() {
+    fn pages_with_different_digests_are_found() {
         let digest = |byte| [byte; DIGEST_LEN];
         let pages = [(PageId(3), 0..1), (PageId(5), 1..4), (PageId(8), 4..4)];
         let ranks = [[1, 2, 3], [1, 9, 3], [1, 2, 4]];

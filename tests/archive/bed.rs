@@ -43,7 +43,7 @@ pub struct Bed {
 
 impl Bed {
     pub fn new() -> Self {
-        // Each request to a folder syncs, so the folder is on a memory file system if one is available.
+        // Each create in a folder syncs, so the folder is on a memory file system if one is available.
         let memory = Path::new("/dev/shm");
         let root = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
         let bed = Self { root: root.unwrap() };
@@ -103,8 +103,8 @@ impl Bed {
         restore(&self.url(), &self.path(name))
     }
 
-    /// Restores a copy of the archive, so that the archive itself gets no fence. Returns the step that the restored
-    /// store contains, after checking the bytes of every page.
+    /// Restores a copy of the archive, so that no fence is created in the archive itself. Checks the bytes of every
+    /// page of the restored store, and returns its step.
     pub fn restored_step(&self, name: &str) -> u64 {
         self.restored(name).0
     }
@@ -165,8 +165,8 @@ fn restore_target(url: &str, path: &Path) -> remanent_archive::Result<(RemoteBuc
     Ok((bucket, target))
 }
 
-/// Restores the archive in the folder `bucket` of `root`, unless it was restored, and archives one more step. Returns this
-/// step, after checking the bytes of every page.
+/// Restores the archive in the folder `bucket` of `root`, unless it was restored earlier, and archives one more step.
+/// Checks the bytes of every page, and returns the step.
 pub fn continue_restored(root: &Path) -> u64 {
     let (url, path) = (format!("file://{}", root.join("bucket").display()), root.join("restored"));
     if !path.join("STORE").exists() {
@@ -269,7 +269,7 @@ fn check_pages(now: u64, infos: &[PageInfo], read: impl Fn(PageId) -> Vec<u8>) -
     now
 }
 
-/// Returns all files below a directory with their bytes, but for the holder of the lock.
+/// Returns all files below a directory, except LOCK, with their bytes.
 pub fn files(directory: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(directory).unwrap() {

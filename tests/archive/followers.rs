@@ -15,7 +15,7 @@ use crate::bed::{
 };
 
 const LONG: Duration = Duration::from_secs(60);
-/// A follower with this interval sends one request for objects that do not exist yet.
+/// An interval so long that a follower requests an object that does not exist yet only once.
 const NEVER: Duration = Duration::from_secs(24 * 3600);
 
 fn open(bed: &Bed, from: impl Into<FollowFrom>) -> Result<Follower, Error> {
@@ -105,7 +105,7 @@ fn each_batch_is_returned_once_in_order() {
     archive_steps(&store, &created, 7);
     let mut follower = open(&bed, FollowFrom::Beginning).unwrap();
     let mut batches = read_to(&mut follower, store.lsn());
-    // The writer goes on, and the follower waits for it.
+    // The writer continues, and the follower waits for its batches.
     for count in [1, 12, 3] {
         archive_steps(&store, &created, count);
         batches.extend(read_to(&mut follower, store.lsn()));
@@ -113,7 +113,7 @@ fn each_batch_is_returned_once_in_order() {
     archive_a_restore(&store, &created);
     batches.extend(read_to(&mut follower, store.lsn()));
     store.close().unwrap();
-    // Another incarnation.
+    // The next open starts another incarnation.
     let store = bed.open();
     archive_steps(&store, &created, 9);
     batches.extend(read_to(&mut follower, store.lsn()));
@@ -159,7 +159,7 @@ fn position_of_either_follower_continues_the_other() {
     }
 }
 
-/// A position of the log may be ahead of the archive.
+/// A position of a follower of the log may be above the end of the archive.
 #[test]
 fn position_ahead_of_the_archive_is_awaited() {
     let bed = Bed::new();
@@ -204,7 +204,7 @@ fn deleted_batches_are_overtaken() {
         let error = open(&bed, from).unwrap_err();
         assert!(matches!(error, Error::Overtaken { .. }), "{from:?}: {error:?}");
     }
-    // A follower that was open notices it as well, once it has returned what it has read.
+    // A follower that was open also returns the error, after the batches that it has read.
     let (_, error) = drain(&mut behind);
     let error = error.unwrap_or_else(|| behind.next(LONG).unwrap_err());
     assert!(matches!(error, Error::Overtaken { .. }), "{error:?}");
@@ -246,7 +246,7 @@ fn cut_ends_followers_of_removed_batches() {
     assert!(matches!(error, Some(Error::Diverged { .. })), "{error:?}");
     let error = open(&bed, all[5].position()).unwrap_err();
     assert!(is_diverged(&error, all[5].position()), "{error:?}");
-    // Followers of batches that the cut keeps go on, and do not return the removed ones.
+    // Followers that are at a batch that the cut keeps continue, and do not return the removed batches.
     let (kept, error) = drain(&mut open(&bed, FollowFrom::Beginning).unwrap());
     assert!(error.is_none(), "{error:?}");
     assert_eq!(positions(&kept), positions(&all[..5]));
@@ -313,7 +313,7 @@ fn replica_of_an_archive_continues_with_its_follower() {
     assert_eq!((check_replica(&replica), replica.position()), (20, follower.position()));
 }
 
-/// However often a caller asks, a follower sends one request per interval.
+/// A follower sends one request per interval, regardless of the number of calls.
 #[test]
 fn idle_follower_sends_one_request_per_interval() {
     let bed = Bed::new();

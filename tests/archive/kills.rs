@@ -1,4 +1,4 @@
-//! Kills processes that archive a store or restore one. `REMANENT_TEST_SIZE=full` kills 100 of each.
+//! Kills processes that archive or restore a store. `REMANENT_TEST_SIZE=full` kills 100 processes of each kind.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -76,7 +76,7 @@ fn archived_steps_survive_kills() {
             while out.read_line(&mut line).is_ok_and(|len| len > 0) {
                 if let Some(step) = line.trim().strip_prefix("archived ") {
                     last = step.parse().unwrap();
-                    let _ = reports.send(()); // Only the first report is awaited.
+                    let _ = reports.send(()); // The receiver waits for the first report only.
                 }
                 line.clear();
             }

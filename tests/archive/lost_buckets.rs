@@ -51,8 +51,8 @@ fn archive_catches_up_when_bucket_returns() {
     assert_eq!(bed.restored_step("restored"), step_of(&store));
 }
 
-/// The object of the last batch is created, but the search for a newer boundary fails. The archive completes it without
-/// a further batch.
+/// The object of the last batch is created, but the check for a newer boundary fails. The archive then completes the
+/// append without a further batch.
 #[test]
 fn run_of_unknown_outcome_is_completed_without_further_batches() {
     let bed = Bed::new();

@@ -111,7 +111,7 @@ fn restored_store_continues_names() {
     assert_eq!(restored, steps([("start", 3), ("life 1", 6), ("life 2", 9), ("life 3", 12)]));
 }
 
-/// A restored store can restore a named snapshot by name, and this is archived as well.
+/// A restored store can restore a named snapshot by its name, and this restore is archived as well.
 #[test]
 fn restored_store_can_restore_named_snapshot() {
     let bed = Bed::new();
@@ -171,7 +171,8 @@ fn waits_end_while_bucket_is_unreachable() {
     assert_eq!(step_of(&store), 2);
 }
 
-/// Names are given up while newer snapshots are being archived. A later open must know all of them.
+/// Names are given up while newer snapshots are being archived. A later open must know that all of these names were
+/// given up.
 #[test]
 fn names_may_be_given_up_during_archiving() {
     let bed = Bed::new();
@@ -204,7 +205,7 @@ fn names_may_be_given_up_during_archiving() {
     assert_eq!(bed.restored_names("restored").into_keys().collect::<Vec<_>>(), names);
 }
 
-/// The archive keeps a named snapshot that the directory lost through damage, whenever the store is opened.
+/// The archive keeps a named snapshot that the directory has lost because of damage, however often the store is opened.
 #[test]
 fn archive_keeps_lost_named_snapshots() {
     let bed = Bed::new();

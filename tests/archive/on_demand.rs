@@ -29,7 +29,8 @@ fn bytes(page: u64, generation: u64) -> Vec<u8> {
     (0..LEN).map(|_| next()).collect()
 }
 
-/// Returns the generation that last wrote a page, in generation `now`: each one above 1 writes every third page.
+/// Returns the last generation up to `now` that wrote a page. Generation 1 writes every page, and each later generation
+/// every third page.
 fn written(page: u64, now: u64) -> u64 {
     (2..=now).rev().find(|generation| page % 3 == generation % 3).unwrap_or(1)
 }
@@ -43,7 +44,8 @@ fn write_generation(store: &Store, pages: &[PageId], generation: u64) {
     store.commit(store.batch().set_root("generation", generation)).unwrap();
 }
 
-/// Archives a store with pages in memory and on disk: a named snapshot, a snapshot, and a batch after both.
+/// Archives a store with pages in memory and on disk. The archive contains a named snapshot, a snapshot, and a batch
+/// after both.
 fn archived(bed: &Bed) -> Vec<PageId> {
     let store = plain_options(Create::IfEmpty).open(bed.store()).unwrap();
     let mut batch = store.batch();
@@ -76,7 +78,8 @@ fn generation(store: &Store) -> u64 {
     store.root().unwrap()["generation"].as_u64().unwrap()
 }
 
-/// Reads every page, and returns the errors. Asserts that all other pages have their bytes.
+/// Reads every page, and returns the error of each page that cannot be read. Asserts that all other pages have their
+/// bytes.
 fn read_all(store: &Store, pages: &[PageId]) -> BTreeMap<u64, Error> {
     let (mut errors, now) = (BTreeMap::new(), generation(store));
     for (page, id) in (0..PAGES).zip(pages) {
@@ -148,7 +151,7 @@ fn pages_are_fetched_when_they_are_read() {
     assert!(found == bytes(4, written(4, 2)));
     store.submit(store.batch().set_root("last", 1_u64)).unwrap().wait(Ack::Archived).unwrap();
     store.close().unwrap();
-    // Another machine restores what this one archived.
+    // Another machine restores the batches that this machine archived.
     restore(&bed.url(), &bed.path("again")).unwrap();
     let store = on_demand(bed.root()).open(bed.path("again")).unwrap();
     assert_eq!((generation(&store), read_all(&store, &pages).len()), (5, 0));
@@ -259,7 +262,8 @@ fn missing_pages_are_never_archived() {
     assert_eq!(read_all(&store, &pages).len(), 0);
 }
 
-/// A restore to an earlier state names images of restored files. Its batch is archived once these are local.
+/// A restore to an earlier state names images in restored files. The batch of this restore is archived once these files
+/// are local.
 #[test]
 fn batch_that_names_unfetched_images_waits_for_them() {
     let bed = Bed::new();
@@ -275,7 +279,8 @@ fn batch_that_names_unfetched_images_waits_for_them() {
     assert_eq!((generation(&store), read_all(&store, &pages).len()), (2, 0));
 }
 
-/// Restores on demand unless a store exists, then reads and commits until it is killed. Prints each durable step.
+/// Restores the archive on demand unless the store exists. Then reads and commits until the process is killed, and
+/// prints each durable step.
 #[test]
 fn child_uses_store_until_killed() {
     let Some(root) = std::env::var_os(CHILD) else { return };
@@ -300,8 +305,8 @@ fn child_uses_store_until_killed() {
     }
 }
 
-/// After each kill, the directory opens with every durable step, or the restore is repeated. No page ever has other
-/// bytes.
+/// After each kill, the directory opens with every durable step, or the restore is repeated. Every page that can be
+/// read has the expected bytes.
 #[test]
 fn killed_processes_lose_no_page_and_no_step() {
     let source = Bed::new();

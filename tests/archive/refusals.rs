@@ -122,8 +122,8 @@ fn copy_without_named_snapshot_is_refused() {
     assert_eq!(bed.restored_names("restored"), [("b".to_owned(), 3)].into());
 }
 
-/// A directory with a continuous archive cannot be opened without it. The same holds for a directory that was restored
-/// from such an archive.
+/// A directory that is archived while it is open cannot be opened without its archive. The same applies to a directory
+/// that was restored from such an archive.
 #[test]
 fn open_without_archive_of_directory_is_refused() {
     let bed = Bed::new();
@@ -137,7 +137,7 @@ fn open_without_archive_of_directory_is_refused() {
         assert_eq!(kind(&error), ArchiveErrorKind::NotGiven, "{error}");
         assert!(error.to_string().contains(&bed.url()), "{error}");
         assert!(before == files(&path), "the refused open has changed something");
-        // Reads need no archive. A fork is a new store without one.
+        // A read-only open needs no archive, and a fork is a new store without an archive.
         let view = Store::open_read_only(&path).unwrap();
         let fork = bed.path(&format!("{}-fork", path.file_name().unwrap().display()));
         view.fork(&fork).unwrap();

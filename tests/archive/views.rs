@@ -33,7 +33,8 @@ fn read_all(view: &View) -> Result<(), Error> {
     view.pages().try_for_each(|info| view.read(info.page, 0, &mut vec![0; info.len as usize]))
 }
 
-/// Returns the data objects that a view of the newest state does not need when it is opened, but when it is read.
+/// Returns the data objects that a view of the newest state fetches when a page is read, and not when the view is
+/// opened.
 fn image_objects(bed: &Bed) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut images = files(&bed.bucket().join("data"));
     images.retain(|path, bytes| {
@@ -61,7 +62,7 @@ fn view_shows_newest_and_earlier_states() {
     let (id, newest) = (store.id(), store.lsn());
     let view = View::open_archive(&bed.archive()).unwrap();
     assert_eq!((check_view(&view), view.id(), view.lsn()), (15, id, newest));
-    // The writer goes on, and the view does not move.
+    // The writer continues, and the view still shows the same state.
     archive_steps(&store, &created, 1);
     assert_eq!(check_view(&view), 15);
     store.close().unwrap();
@@ -82,7 +83,7 @@ fn view_shows_newest_and_earlier_states() {
 }
 
 #[test]
-fn other_states_are_refused() {
+fn states_outside_the_archive_are_refused() {
     let bed = Bed::new();
     let refused = |point: &str| View::open_archive_at(&bed.archive(), point).unwrap_err();
     let empty = View::open_archive(&bed.archive()).unwrap_err();
@@ -124,10 +125,10 @@ fn images_are_fetched_when_they_are_read() {
     fs::rename(bed.bucket().join("data"), bed.path("away")).unwrap();
     let error = read_all(&view).unwrap_err();
     assert_eq!(kind(&error), ArchiveErrorKind::Damaged, "{error}");
-    // The failure is not remembered.
+    // The next read tries again.
     fs::rename(bed.path("away"), bed.bucket().join("data")).unwrap();
     assert_eq!(check_view(&view), 9);
-    // What was read is kept.
+    // Pages that were read stay readable without the bucket.
     fs::rename(bed.bucket(), bed.path("away")).unwrap();
     assert_eq!(check_view(&view), 9);
     let error = View::open_archive(&bed.archive()).unwrap_err();
@@ -174,15 +175,15 @@ fn images_behind_a_boundary_are_overtaken() {
     }
     let error = read_all(&view).unwrap_err();
     assert!(matches!(error, Error::Overtaken { lsn: found, .. } if found == lsn), "{error:?}");
-    // What was read before, and what the archive keeps, is still readable.
+    // Images that were read before, and images that the archive keeps, are still readable.
     assert_eq!(check_view(&read), 12);
     assert_eq!(check_view(&named), 8);
     assert_eq!(check_view(&View::open_archive(&bed.archive()).unwrap()), 60);
 }
 
-/// An asynchronous context, in which no other runtime may block.
+/// Views are read in an asynchronous context, in which blocking on another runtime would panic.
 #[test]
-fn views_are_read_within_a_runtime() {
+fn views_can_be_read_within_async_runtime() {
     let bed = Bed::new();
     push_steps(&bed, 7, None);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
@@ -193,7 +194,7 @@ fn views_are_read_within_a_runtime() {
 }
 
 #[test]
-fn fork_of_a_view_is_a_store_of_its_own() {
+fn fork_of_a_view_is_an_independent_store() {
     let bed = Bed::new();
     let id = {
         push_steps(&bed, 7, Some("seven"));
@@ -224,7 +225,7 @@ fn dropped_view_removes_its_files() {
     assert_eq!(temporary_folders(&bed), 1);
     drop(view);
     assert_eq!(temporary_folders(&bed), 0);
-    // A view that could not be opened.
+    // A view that cannot be opened removes its files too.
     fs::remove_dir_all(bed.bucket().join("data")).unwrap();
     let error = View::open_archive(&bed.archive()).unwrap_err();
     assert_eq!(kind(&error), ArchiveErrorKind::Damaged, "{error}");

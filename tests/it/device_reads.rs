@@ -68,7 +68,7 @@ fn each_device_memory_gets_its_range() {
 /// Each batch writes its number to all pages, so all memories must contain the number of the batch that the read
 /// returns.
 #[test]
-fn device_reads_return_bytes_of_one_batch() {
+fn device_reads_return_state_after_one_batch() {
     const LEN: u64 = 40_000;
     let device = Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), 6));
     let store = open(&SimDisk::new(), device);

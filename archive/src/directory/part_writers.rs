@@ -203,7 +203,7 @@ mod tests {
 
     /// A restore fails if a part on the disk differs from the received part, as after a faulty write.
     #[test]
-    fn other_bytes_on_the_disk_are_an_error() {
+    fn wrong_bytes_on_disk_fail_the_restore() {
         let folder = tempfile::tempdir().unwrap();
         let mut writers = PartWriters::new(&files(folder.path()));
         for index in 0..5 {

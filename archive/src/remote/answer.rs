@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn statuses_have_a_failure_class() {
+    fn failed_statuses_are_classified() {
         let table = [
             (400, "ExpiredToken", "The provided token has expired.", FailureClass::Expired),
             (400, "InvalidRequest", "", FailureClass::Other),

@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn file_system_errors_have_a_failure_class() {
+    fn file_system_errors_are_classified() {
         let table = [
             (28, FailureClass::Full),
             (122, FailureClass::Full),

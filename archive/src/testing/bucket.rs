@@ -10,7 +10,7 @@ use crate::bucket::{Bucket, BucketError, Creation, FailureClass};
 use crate::line::Nonces;
 use crate::object::{Folder, Nonce, ObjectKey};
 
-/// Access of one process to the bucket. Each request yields to the scheduler once or twice.
+/// A process's access to the bucket. Each request yields to the scheduler once or twice.
 #[derive(Clone, Debug)]
 pub struct SimBucket {
     /// The shared state.
@@ -58,7 +58,8 @@ impl SimBucket {
         !world.is_calm && world.rng.chance(probability)
     }
 
-    /// Sends a request. If the process is killed before the request takes effect, the request may take effect later.
+    /// Sends a request, and returns its effect. If the process is killed before the request takes effect, the request
+    /// may take effect later.
     async fn send(&self, effect: Effect) -> Effect {
         self.world.borrow_mut().in_flight.insert(self.process, effect.clone());
         reschedule().await;
@@ -99,7 +100,7 @@ impl Bucket for SimBucket {
                 Ok(self.apply(&effect))
             }
         };
-        // Without faults, a test can stall any process here.
+        // In a bucket without faults, this is the point at which a test can stall a process.
         let is_calm = self.world.borrow().is_calm;
         if is_calm || self.chance(0.5) {
             reschedule().await;
@@ -151,13 +152,14 @@ impl Bucket for SimBucket {
             return Err(failure(FailureClass::Denied, "403"));
         }
         if self.chance(0.1) {
-            self.world.borrow_mut().zombies.push(effect.clone()); // Takes effect again later.
+            self.world.borrow_mut().zombies.push(effect.clone()); // The effect takes place again later.
         }
         self.apply(&effect);
         Ok(())
     }
 
-    /// Yields to the scheduler while the application of the machine continues. Rarely returns false.
+    /// Yields to the scheduler while the application of the machine continues. In rare cases, returns false, so that
+    /// the caller gives up.
     async fn pause(&self, _attempt: u32, failure: &BucketError) -> bool {
         reschedule().await;
         if failure.class == FailureClass::Denied {

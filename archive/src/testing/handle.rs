@@ -1,4 +1,4 @@
-//! The simulated directory of a machine, as the protocol accesses it.
+//! The interface of the protocol to the simulated directory of a machine.
 
 use std::io;
 
@@ -12,7 +12,7 @@ use crate::local::{FenceRecord, LocalStore, SealedFrames};
 use crate::object::{BatchPoint, KeptSnapshot, Part};
 use crate::rules::{Rule, Rules};
 
-/// Access of one process to the directory of its machine.
+/// A process's access to the directory of its machine.
 #[derive(Clone, Debug)]
 pub struct SimStoreHandle {
     /// The shared state.

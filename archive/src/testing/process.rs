@@ -12,7 +12,7 @@ use crate::local::LocalStore;
 use crate::object::KeptSnapshot;
 use crate::rules::{Rule, Rules};
 
-/// Number of attempts of a reader. Each failed attempt was overtaken by a boundary.
+/// Maximum number of attempts of a reader. A boundary overtook each failed attempt.
 const READ_ATTEMPTS: u32 = 6;
 
 /// The reason why a process ended without success.
@@ -85,7 +85,7 @@ impl Process {
         }
     }
 
-    /// Returns the archive with the bucket access of this process.
+    /// Returns the archive, as this process accesses it.
     #[must_use]
     pub fn archive(&self) -> Archive<'_, SimBucket, SimBucket> {
         Archive { bucket: &self.bucket, nonces: &self.bucket, rules: self.rules }
@@ -100,7 +100,7 @@ impl Process {
         self.world.borrow_mut().rng.chance(probability)
     }
 
-    /// Returns access to the directory of the machine.
+    /// Returns a handle to the directory of the machine.
     #[must_use]
     pub fn local(&self) -> SimStoreHandle {
         SimStoreHandle { world: self.world.clone(), machine: self.machine, rules: self.rules }
@@ -198,7 +198,7 @@ impl Process {
         let local = self.local();
         let random = self.world.borrow_mut().draw();
         local.with(|store| store.plan_opening(random));
-        // The lineage is checked with the opening that the directory will publish (rule 5).
+        // The check includes the opening that the directory will publish (rule 5).
         line.check_lineage(&local, self.takeover).map_err(|error| self.refused(error))?;
         local.with(SimStore::publish_opening);
         Ok(())
@@ -222,7 +222,7 @@ impl Process {
         Ok(SimStore::restored(state, &end, claim))
     }
 
-    /// Handles a rejected open: the operator discards the directory, and a later open restores it.
+    /// Handles a rejected open: the operator discards the directory, and a later open restores the archive.
     fn refused(&self, error: Error) -> Stop {
         let mut world = self.world.borrow_mut();
         let is_newest =
@@ -261,7 +261,7 @@ impl Process {
         }
     }
 
-    /// Appends the frames that are ready, and acknowledges their batches.
+    /// Appends the frames that are ready to be archived, and acknowledges their batches.
     ///
     /// # Errors
     /// Returns a violation, or the reason why the writer stopped.
@@ -378,7 +378,7 @@ impl Process {
         let at = self.world.borrow_mut().rng.below(count);
         let named = local.with(|store| store.named.remove(at));
         self.world.borrow_mut().give_up_name(&named.name, false);
-        // If this snapshot was never archived, the archive may contain another one with the same number.
+        // If this snapshot was never archived, the archive may contain another snapshot with the same number.
         let is_same = |kept: &&KeptSnapshot| (kept.snapshot, &kept.name) == (named.snapshot, &named.name);
         let removed: Vec<SnapshotId> =
             line.catalog().iter().filter(is_same).map(|kept| kept.snapshot).collect();

@@ -1,4 +1,4 @@
-//! The scheduler. It polls the processes, and starts, stalls and kills them as a seed determines.
+//! The scheduler, which polls, starts, stalls and kills the processes in an order that a seed determines.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use crate::rules::Rules;
 const STEPS: u64 = 360;
 /// Maximum number of processes at a time.
 const PROCESSES_MAX: usize = 5;
-/// Number of steps after which the last restore or the last writer counts as stuck.
+/// Number of steps after which the schedule fails because the last restore or the last writer has not ended.
 const FINAL_STEPS: u64 = 4000;
 
 /// The result of a schedule.
@@ -38,7 +38,7 @@ struct Task {
     role: Role,
 }
 
-/// A bucket, machines and processes, run by a random schedule or by a test.
+/// A bucket, machines and processes. A random schedule or a test runs the processes.
 pub struct Simulation {
     /// The shared state.
     pub world: SharedWorld,
@@ -54,7 +54,7 @@ impl std::fmt::Debug for Simulation {
     }
 }
 
-/// Runs the schedule of a seed. Records a trace if `is_traced` is true.
+/// Runs the schedule of a seed, and returns its outcome. Records a trace if `is_traced` is true.
 #[must_use]
 pub fn run(seed: u64, rules: Rules, is_traced: bool) -> Outcome {
     let mut simulation = Simulation::new(seed, rules);
@@ -204,7 +204,7 @@ impl Simulation {
         }
     }
 
-    /// Copies a directory, or brings back an earlier copy, possibly on another machine.
+    /// Copies a directory, or replaces the directory of a machine with an earlier copy, possibly of another machine.
     fn copy_directory(&mut self) {
         let machine = self.world.borrow_mut().rng.below(MACHINES);
         let is_free = !self.has_writer(machine);
@@ -239,7 +239,7 @@ impl Simulation {
         self.step(id).map(|_| ())
     }
 
-    /// Ends all faults. A restore must then succeed, and a new machine must be able to take over.
+    /// Ends all faults, and checks that a restore then succeeds and that a new machine can take over.
     fn finish(&mut self) -> Result<(), String> {
         self.tasks.clear();
         {

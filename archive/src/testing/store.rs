@@ -1,4 +1,4 @@
-//! A simulated store directory, reduced to what an archive reads: a log with marks, openings and image files.
+//! A simulated store directory with only the parts that an archive reads: a log with marks, openings and image files.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -11,7 +11,7 @@ use crate::line::{NamedParts, RestoredEnd, SnapshotParts, StateSink};
 use crate::local::{FenceRecord, SealedFrames};
 use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, Part, Payload, Role, crc64};
 
-/// The contents of a batch, a unique number.
+/// The contents of a batch: a unique number.
 pub type Token = u64;
 
 /// Length of an encoded batch in bytes.
@@ -90,9 +90,9 @@ pub struct SimStore {
     pub mark: usize,
     /// Whether this directory is an old copy of another one.
     pub is_old_copy: bool,
-    /// Frames that an opening dropped after it copied their batches.
+    /// The batches of the frames that an opening dropped and copied into its own incarnation.
     dropped: Vec<BatchPoint>,
-    /// The highest incarnation number of the line at the restore of this directory (rule 24).
+    /// The highest incarnation number of the line when this directory was restored (rule 24).
     incarnation_floor: u32,
     pub(super) openings: Vec<SegmentHeader>,
     images: Vec<ImageFile>,
@@ -132,8 +132,7 @@ impl SimStore {
         }
     }
 
-    /// Creates a directory from a restored state. `fence` is the claim under which the state was read, if there was
-    /// one.
+    /// Creates a directory from a restored state. `fence` is the claim that the restore created, if any.
     #[must_use]
     pub fn restored(state: Restored, end: &RestoredEnd, fence: Option<FenceRecord>) -> Self {
         let count = state.batches.len();
@@ -169,7 +168,7 @@ impl SimStore {
         self.log[first.min(end)..end].iter().map(|batch| batch.token).collect()
     }
 
-    /// Returns the last of the first `count` batches.
+    /// Returns the batch with Lsn `count`, or the empty store for 0.
     pub(super) fn point(&self, count: usize) -> BatchPoint {
         let Some(batch) = count.checked_sub(1).and_then(|last| self.log.get(last)) else {
             return BatchPoint::default();
@@ -184,7 +183,7 @@ impl SimStore {
             .map_or_else(Incarnation::default, |o| o.incarnation)
     }
 
-    /// Plans an opening: the batches above the newest durable mark are dropped from their incarnation. Call
+    /// Plans an opening, which drops the batches above the newest durable mark from their incarnation. Call
     /// [`publish_opening`](SimStore::publish_opening) to complete it.
     pub fn plan_opening(&mut self, random: u64) {
         let number = self.incarnation().number.max(self.incarnation_floor) + 1;
@@ -316,7 +315,7 @@ impl SimStore {
         known.find(|point| point.incarnation == incarnation && point.lsn == lsn).map(|point| point.chain)
     }
 
-    /// Records fences. An old copy that creates a fence is no longer treated as an old copy.
+    /// Records fences. A directory that creates a fence no longer counts as an old copy.
     pub(super) fn record_fences(&mut self, fences: &[FenceRecord]) {
         let is_new = |record: &FenceRecord| record.is_confirmed && !self.fences.contains(record);
         self.is_old_copy &= !fences.iter().any(is_new);
@@ -345,7 +344,7 @@ fn opening(store: StoreId, incarnation: Incarnation, predecessor: &BatchPoint) -
     }
 }
 
-/// A state while it is read.
+/// A state that is being read, or was read, from the archive.
 #[derive(Clone, Debug, Default)]
 pub struct Restored {
     /// The batches of the state.

@@ -18,7 +18,7 @@ pub const MACHINES: usize = 3;
 /// A reference to the shared state.
 pub type SharedWorld = Rc<RefCell<World>>;
 
-/// The effect of a request on the bucket. It may take place later than the request.
+/// The effect of a request on the bucket. The effect may take place later than the request.
 #[derive(Clone, Debug)]
 pub enum Effect {
     /// Creates an object unless one exists.
@@ -36,15 +36,15 @@ pub struct World {
     pub rng: Rng,
     /// The objects of the bucket.
     pub objects: BTreeMap<ObjectKey, Rc<[u8]>>,
-    /// Creates and deletes in order, for listings that lag.
+    /// All creates (true) and deletes (false) in order. Listings that are out of date omit the last of them.
     changes: Vec<(ObjectKey, bool)>,
-    /// Effects of requests whose sender died or stopped waiting. They may still take place.
+    /// The effects of requests whose sender died or stopped waiting. These effects may still take place.
     pub zombies: Vec<Effect>,
     /// For each process, the effect of its current request, if it has not taken place yet.
     pub in_flight: HashMap<ProcessId, Effect>,
     /// The directory of each machine, or `None`.
     pub machines: [Option<SimStore>; MACHINES],
-    /// A copy of a directory that may be brought back.
+    /// An earlier copy of a directory, with which a machine may continue.
     pub old_copy: Option<SimStore>,
     /// The time: the number of scheduled steps.
     pub now: u64,
@@ -73,10 +73,11 @@ pub struct World {
 #[derive(Clone, Debug)]
 struct Named {
     tokens: Vec<Token>,
-    /// The time at which it was acknowledged as archived, if it was.
+    /// The time at which the snapshot was acknowledged as archived, if it was.
     archived: Option<u64>,
-    /// Whether its name was given up, and the time at which this was acknowledged.
+    /// Whether the name of the snapshot was given up.
     is_given_up: bool,
+    /// The time at which the removal from the archive was acknowledged, if it was.
     removed: Option<u64>,
 }
 
@@ -106,7 +107,7 @@ impl World {
         }
     }
 
-    /// Records an event if events are recorded.
+    /// Adds an event to the trace, if events are recorded.
     pub fn record_event(&mut self, event: impl FnOnce() -> String) {
         let now = self.now;
         if let Some(trace) = &mut self.trace {
@@ -155,7 +156,7 @@ impl World {
         if header.kind == Kind::Catalog
             && let Some(known) = self.takes_over.get(&process)
         {
-            // The first catalog of a takeover removes names that the directory never had.
+            // The first catalog of a takeover removes the names that the directory never had.
             let unknown = self.named.iter_mut().filter(|(name, _)| !known.contains(*name));
             unknown.for_each(|(_, named)| named.is_given_up = true);
         }

@@ -88,7 +88,8 @@ fn cut_below_all_manifests_is_refused() {
     assert!(matches!(refused, Err(Error::CutTooOld { lsn: 1 })), "{refused:?}");
 }
 
-/// A directory has lost log that was not archived. Its next manifest follows a gap and lists its frames.
+/// A directory has lost log that was not archived. Its next manifest follows a gap, and lists the frames of the
+/// snapshot.
 #[test]
 fn manifest_after_a_gap_archives_its_state() {
     let mut stage = Stage::new(Rules::default());
@@ -207,7 +208,8 @@ fn verification_reads_every_part() {
     assert!(matches!(refused, Err(Error::Damaged { key: found, .. }) if found == key), "{refused:?}");
 }
 
-/// While a bucket refuses deletes of data, sweeps keep the lists of that data for later ones.
+/// While a bucket refuses to delete data objects, sweeps keep the line objects that list them, so that a later sweep
+/// can delete the data objects.
 #[test]
 fn locked_data_is_deleted_after_the_lock_ends() {
     let data_after = |is_locked: bool| {

@@ -11,11 +11,11 @@ use crate::schedules;
 
 /// The test that detects the omission of a rule.
 enum Detection {
-    /// One of this number of random schedules.
+    /// A campaign of this number of random schedules, of which at least one violates a promise.
     Campaign(u64),
-    /// One of this number of random schedules in which deletes do not lag either, because the lag hides the failure.
+    /// The same as `Campaign`, but deletes do not lag either, because the lag would hide the failure.
     WithoutLag(u64),
-    /// This schedule.
+    /// A schedule that violates a promise without the rule.
     Schedule(fn(Rules) -> Result<(), Stop>),
 }
 
@@ -46,7 +46,7 @@ const TABLE: &[(Rule, Detection)] = &[
     (Rule::RCheck, Detection::Campaign(2000)),
 ];
 
-/// Returns true if the test detects that rules are not followed.
+/// Returns true if a test with these rules detects a violation of a promise.
 fn is_detected(detection: &Detection, rules: Rules) -> bool {
     let any = |count: u64, rules| (0..count).any(|seed| run(seed, rules, false).violation.is_some());
     match detection {
@@ -82,7 +82,7 @@ fn schedules_of_the_table_pass_with_all_rules() {
     }
 }
 
-/// The lag is not needed for the promises: the other rules suffice.
+/// All promises hold even if deletes do not lag, because the other rules suffice.
 #[test]
 fn deletes_without_lag_keep_all_promises() {
     for seed in 0..1000 {

@@ -1,5 +1,5 @@
-//! Schedules of failures that random schedules rarely contain. Each schedule in the table of `rules.rs` returns an
-//! error if a promise is violated. The others are tests.
+//! Schedules of failures that random schedules rarely contain. The schedules in the table of `rules.rs` return an error
+//! if a promise is violated. The other schedules are tests.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -144,7 +144,7 @@ pub fn stalled_pruner_meets_a_boundary(rules: Rules) -> Result<(), Stop> {
     let pruner = stage.process(2);
     let mut prune: Stalled<'_, ()> = Box::pin(pruner.prune());
     let position = ObjectKey::Line(line.next());
-    // The boundary exists, and the pruner has not yet looked for newer boundaries.
+    // The boundary exists, and the pruner has not checked for newer boundaries yet.
     stall_when(&mut prune, || stage.has(position));
     block_on(writer.append_manifest(&mut line, &local, &late))?;
     let mut newer: Stalled<'_, ()> = Box::pin(writer.prune_as_writer(&mut line));
@@ -174,9 +174,9 @@ pub fn reader_meets_one_boundary(rules: Rules) -> Result<(), Stop> {
     read.map(|_| ()).map_err(Stop::from)
 }
 
-/// Two processes stall before they create their fences. Boundaries pass the position, and it is deleted. One of the
-/// processes creates its fence in the hole and stops. The other one finds that fence, and then an object that does not
-/// follow it.
+/// Two processes stall before they create their fences. Boundaries pass the position of the fences, and its object is
+/// deleted. One of the processes creates its fence in the hole and stops. The other process finds that fence, and then
+/// an object that does not follow it.
 #[test]
 fn fence_in_a_hole_is_not_damage() {
     let mut stage = Stage::new(Rules::default());

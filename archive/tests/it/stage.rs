@@ -1,4 +1,4 @@
-//! Runs schedules that a test writes step by step: a bucket without faults, and processes that the test stalls.
+//! A stage for schedules that a test defines step by step: a bucket without faults, and processes that the test stalls.
 
 use std::future::Future;
 use std::pin::{Pin, pin};
@@ -75,7 +75,7 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Polls a future until `condition` returns true, and leaves it there.
+/// Polls a future until `condition` returns true. The future is then stalled until the caller polls it again.
 pub fn stall_when<T>(future: &mut Pin<Box<dyn Future<Output = T> + '_>>, condition: impl Fn() -> bool) {
     while !condition() {
         let polled = future.as_mut().poll(&mut Context::from_waker(Waker::noop()));

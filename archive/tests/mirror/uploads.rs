@@ -95,7 +95,7 @@ fn parts_of_snapshot_are_uploaded_concurrently() {
 
 /// Uploads 12 pieces, of which the ninth cannot be read at first.
 #[test]
-fn failed_upload_of_pieces_continues_after_the_parts_it_uploaded() {
+fn failed_upload_continues_after_uploaded_pieces() {
     let bed = Bed::new(32);
     let mut life = Life::new(32);
     life.work(3).close().unwrap();

@@ -160,7 +160,7 @@ fn views_show_every_kept_state_and_change_nothing() {
         assert!(kept.len() > 3 && kept.len() < life.states.len(), "seed {seed}: {kept:?}");
         assert!(kept.contains(&life.names["first"]) && kept.contains(&newest), "seed {seed}: {kept:?}");
         assert!(objects(&bed) == before);
-        // The writer goes on.
+        // The writer continues.
         life.work(2).close().unwrap();
         bed.push(&life.path).unwrap();
     }
@@ -283,9 +283,10 @@ fn missing_and_damaged_parts_are_named() {
     assert!(view.state.images.len() > 3);
 }
 
-/// Boundaries pass at any moment while a view is opened. The view then shows a newer state, or fails as overtaken.
+/// Boundaries pass while a view is being opened. The view then shows a newer state, or reads of its images return an
+/// error.
 #[test]
-fn boundaries_pass_during_open() {
+fn open_of_view_survives_boundaries() {
     let mut moved = 0;
     for polls in (1..40).step_by(3) {
         let bed = Bed::new(59);

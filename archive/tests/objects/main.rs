@@ -122,7 +122,7 @@ fn every_flipped_bit_is_detected() {
 }
 
 #[test]
-fn every_other_length_is_detected() {
+fn every_wrong_length_is_detected() {
     for sample in samples() {
         for len in 0..sample.bytes.len() {
             let read = read_and_write(sample.key, &sample.bytes[..len]);

@@ -6,10 +6,10 @@ use remanent_archive::testing::store::SimStore;
 use crate::life::{commit, create};
 use crate::server::Server;
 
-/// If one batch is committed and archived per second, each second costs one create and one read. Seconds without a
-/// batch, or with only a seal, cost no request.
+/// Archiving one batch per second costs one create and one read per second. A second without a batch, or with only a
+/// seal, costs no request.
 #[test]
-fn run_a_second_costs_one_put_and_one_get() {
+fn each_run_costs_one_put_and_one_get() {
     let server = Server::start();
     let bucket = RemoteBucket::open("s3://bucket", server.options()).unwrap();
     bucket.block_on(async {

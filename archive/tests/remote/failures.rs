@@ -32,7 +32,7 @@ fn archive_operations_work_on_a_server() {
 }
 
 #[test]
-fn answers_to_a_create_have_a_class() {
+fn create_failures_are_classified() {
     let server = Server::start();
     let table = [
         (400, "ExpiredToken", FailureClass::Expired),
@@ -100,7 +100,7 @@ fn silent_server_causes_timeout() {
 }
 
 #[test]
-fn unreachable_servers_have_a_class() {
+fn unreachable_servers_are_classified() {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     for endpoint in [format!("http://127.0.0.1:{port}"), "http://host.invalid".to_owned()] {
         let options = RemoteOptions::default()
@@ -165,7 +165,7 @@ fn oversized_objects_are_refused() {
 }
 
 #[test]
-fn ranges_are_clipped() {
+fn ranges_are_clipped_to_object_length() {
     let server = Server::start();
     let bucket = open(&server);
     server.store(NAME, b"0123456789");

@@ -21,16 +21,16 @@ pub enum Fault {
     StatusAfter(u16),
     /// Closes the connection without applying the request.
     DropBefore,
-    /// Applies the request, and closes the connection without an answer.
+    /// Applies the request, and closes the connection without a response.
     DropAfter,
     /// Applies the request, and closes the connection in the middle of the body.
     Truncate,
-    /// Never answers.
+    /// Never responds.
     Hang,
 }
 
 impl Fault {
-    /// Returns an answer with a status and an S3 error code.
+    /// Returns a fault that responds with a status and an S3 error code.
     pub fn code(status: u16, code: &str) -> Self {
         let body =
             format!("<?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>A message</Message></Error>");
@@ -109,7 +109,7 @@ impl Server {
         self.state().faults.extend(faults);
     }
 
-    /// Answers the next `count` requests, and never answers the request after them.
+    /// Handles the next `count` requests, and never responds to the request after them.
     #[allow(dead_code, reason = "for the tests of the command, which include this file")]
     pub fn hang_after(&self, count: usize) {
         let answers = std::iter::repeat_n(Fault::None, count);

@@ -7,7 +7,7 @@
 //! | `REMANENT_ARCHIVE_URL` | URL of an empty archive |
 //! | `REMANENT_ARCHIVE_SETTINGS` | settings, as `KEY=VALUE` with commas between them |
 //! | `REMANENT_ARCHIVE_WRITERS` | number of writers |
-//! | `REMANENT_ARCHIVE_RACES` | `no`, or `yes` for a server that must be seen to race |
+//! | `REMANENT_ARCHIVE_RACES` | `no`, or `yes` for a server that is known to race; the test then expects a violation |
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -33,7 +33,7 @@ const TERMS: u64 = 3;
 /// Number of runs in each term.
 const RUNS: u64 = 3;
 
-/// The record of what all writers did.
+/// The record of all creates, acknowledgements and violations of a contest.
 #[derive(Default)]
 struct Contest {
     /// For each line object, the bytes of each create that the bucket reported as successful.
@@ -106,7 +106,7 @@ async fn write(bucket: &Counted<'_>, writer: u64) {
 
 async fn term(bucket: &Counted<'_>, first: u64) -> Result<(), Error> {
     let (mut line, local) = take_over(bucket).await?;
-    // Later restores start from this snapshot, so that they do not become longer.
+    // Later restores start from this snapshot, so that their duration does not grow.
     snapshot(&mut line, &local).await?;
     for token in first..first + RUNS {
         local.with(|store| store.commit(token));

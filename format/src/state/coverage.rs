@@ -60,7 +60,7 @@ mod tests {
 
     /// Compares the coverage with one flag per byte.
     #[test]
-    fn coverage_equals_one_flag_per_byte() {
+    fn coverage_equals_a_flag_per_byte() {
         const LEN: u64 = 24;
         let page = PageId(1);
         let mut drawn = 7_u64;

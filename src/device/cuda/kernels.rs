@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn machine_code_is_for_its_own_capability_alone() {
+    fn compiled_code_is_used_only_for_its_capability() {
         for module in 0..MODULES.len() {
             assert!(image(module, 90).starts_with(b"\x7fELF"), "{module}");
             for capability in [80, 89, 100, 120] {

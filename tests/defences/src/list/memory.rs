@@ -4,7 +4,7 @@
 use super::{Defence, Test, check, defence, it, refusal, unit};
 
 const BLOCKS: &str = "src/device/cuda/resource/caching/blocks.rs";
-const WAITS: Test = unit("device::cuda::resource::caching::tests::a_block_waits_for_the_work_that_uses_it");
+const WAITS: Test = unit("device::cuda::resource::caching::tests::block_is_reused_only_after_its_work_ends");
 const CHANGES: &str = "src/applier/changes.rs";
 const GAP: Test = unit("applier::changes::tests::change_stream_reports_gap_once_in_order");
 const CACHING: &str = "src/device/cuda/resource/caching/mod.rs";

@@ -162,7 +162,7 @@ fn rank_that_ends_is_named() {
 }
 
 #[test]
-fn rank_that_does_not_call_is_a_time_out() {
+fn missing_call_of_a_rank_times_out() {
     let Some((ground, _turn)) = Ground::get() else { return };
     let communicators = ground.join(2, SHORT);
     let store = store(0);
@@ -194,7 +194,7 @@ fn asynchronous_error_is_reported() {
 }
 
 #[test]
-fn stalled_library_is_a_time_out() {
+fn stalled_library_times_out() {
     let Some((ground, _turn)) = Ground::simulated() else { return };
     let before = ground.alive();
     let communicators = ground.join(2, SHORT);
@@ -242,7 +242,7 @@ fn abort_ends_a_wait_in_another_thread() {
 }
 
 #[test]
-fn operations_end_before_what_they_use_is_dropped() {
+fn dropped_operations_end_before_their_memory_is_freed() {
     let Some((ground, _turn)) = Ground::get() else { return };
     for round in 0..10 {
         let before = if ground.is_simulated() { ground.alive() } else { 0 };

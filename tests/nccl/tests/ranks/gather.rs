@@ -248,7 +248,7 @@ fn rank_without_memory_for_a_round_stops_the_exchange() {
 }
 
 #[test]
-fn open_that_fails_or_creates_is_noticed_at_once() {
+fn failed_or_creating_open_is_reported_at_once() {
     let Some((ground, _turn)) = Ground::get() else { return };
     let replicas = [0, 1].map(|gpu| Replica::new(gpu, Compression::Off));
     let communicators = ground.join(2, PATIENCE);

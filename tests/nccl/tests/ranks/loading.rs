@@ -87,7 +87,7 @@ fn old_version_is_refused_by_name() {
 }
 
 #[test]
-fn everything_that_was_tried_is_listed() {
+fn error_lists_every_path_that_was_tried() {
     let folder = tempfile::tempdir().unwrap();
     let NcclError::NotFound { tried } = refused(folder.path()) else { panic!("an empty folder") };
     let names: Vec<_> = tried.iter().map(|(path, _)| path.rsplit('/').next().unwrap()).collect();

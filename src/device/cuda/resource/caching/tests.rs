@@ -143,7 +143,7 @@ fn block_splits_best_fit_and_merges_on_free() {
 /// A block that work may still use is available to the work's stream immediately, and to other streams when the work is
 /// done. Its segment is not freed before that.
 #[test]
-fn a_block_waits_for_the_work_that_uses_it() {
+fn block_is_reused_only_after_its_work_ends() {
     let (limited, streams, memory) = cache();
     let [one, other] = [RawStream(7), RawStream(8)];
     let first = memory.allocate_on(12 * MIB, one).unwrap();
