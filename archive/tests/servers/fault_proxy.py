@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-# The timeout of a client's request, in seconds.
+# The timeout of a request in the clients, in seconds.
 REQUEST_SECONDS = 2.0
 FAULTS = (
     "delayed, at times beyond the timeout", "answer throttled", "cut before the request", "cut within the request",
@@ -21,8 +21,8 @@ FAULTS = (
 
 
 class Proxy:
-    """Forwards requests to a server, and injects a fault into a share of them: `rate`, and three times as many of the PUTs.
-    The seed and the number of a request choose the fault."""
+    """Forwards requests to a server. Injects a fault into a share of the requests: `rate`, or three times `rate` for PUT
+    requests. The seed and the number of a request determine the fault."""
 
     def __init__(self, port: int, seed: int) -> None:
         self._server, self._seed = ("127.0.0.1", port), seed
@@ -39,7 +39,7 @@ class Proxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        # Clients are killed, and close connections after a timeout.
+        # Connections break, because clients are killed and close connections after a timeout.
         with contextlib.suppress(OSError), client:
             head, _, body = read(client, lambda got: b"\r\n\r\n" in got).partition(b"\r\n\r\n")
             lines = head.split(b"\r\n")
@@ -47,7 +47,7 @@ class Proxy:
             body += read(client, lambda got: len(body) + len(got) >= length)
             if not head or len(body) < length:
                 return
-            # A connection carries one request, so that the end of an answer need not be parsed.
+            # Each connection carries one request, so that the end of the connection marks the end of the answer.
             lines = [line for line in lines if not line.lower().startswith(b"connection:")]
             request = b"\r\n".join([*lines, b"Connection: close", b"", b""]) + body
             with self._lock:

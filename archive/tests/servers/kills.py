@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Kills writers and restorers of an archive in a real object store, behind a proxy that injects faults.
+"""Tests an archive in a real object store: kills writers and restores while a proxy injects faults into requests.
 
     archive/tests/servers/run seaweedfs FOLDER python archive/tests/servers/kills.py KILLS [SEED]
 
 Needs the package `remanent`, and the variables that `run` sets. A writer commits numbered batches, and records each
-acknowledgement in a synced file outside the store. It is killed at random times and started again. At intervals its
-directory is lost: a restorer, which is also killed, restores the archive into a new directory, and a writer continues
-there. A restored state must be the state after exactly one batch, byte for byte, and contain every batch and named
-snapshot that was recorded as archived. Some writers are stopped, and continue after a restore has taken over: they must
-end as superseded, and their directories must be refused.
+acknowledgement in a synced file outside the store. The writer is killed at random times and started again. At intervals
+its directory is lost: a restorer restores the archive into a new directory, in which a writer continues. Restorers are
+killed too. A restored state must be the state after exactly one batch, byte for byte, and must contain every batch and
+named snapshot that was recorded as archived. Some writers are stopped, and continue after a restore has taken over the
+archive: these writers must end as superseded, and their directories must be refused.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ import remanent
 from fault_proxy import FAULTS, REQUEST_SECONDS, Proxy
 
 PAGES, PAGE_LEN = 12, 24_000
-# The limit of each step of the test, in seconds.
+# The time limit of each step of the test, in seconds.
 STEP_SECONDS = 300.0
 PHASES = ("starting", "opening", "committing", "waiting for the archive", "archiving a named snapshot")
 COUNTERS = {"failures": "failed rounds of the archive", "snapshots": "archived snapshots", "gaps": "of these, after a gap"}
-# The file in which a writer shows its phase and its counters.
+# The content of the board, the file to which a writer writes its phase and its counters.
 BOARD = struct.Struct(f"{1 + len(COUNTERS)}q")
 
 
 def changes(life: int, number: int) -> list[tuple[int, int, bytes]]:
-    """Returns the pages, offsets and bytes that a batch writes. The first batch creates all pages."""
+    """Returns the writes of a batch as pages, offsets and bytes. The first batch creates all pages."""
     chance = random.Random(f"{life} {number}")
     if number == 1:
         return [(page, 0, chance.randbytes(PAGE_LEN)) for page in range(PAGES)]
@@ -51,7 +51,7 @@ def changes(life: int, number: int) -> list[tuple[int, int, bytes]]:
 
 
 def write(directory: str, life: int, seed: str, record_file: str, board_file: str) -> NoReturn:
-    """Commits batches in the directory with number `life`, until the process is killed or the archive ends."""
+    """Commits batches to the directory of life `life` until the process is killed or the archive ends."""
     chance = random.Random(seed)
     board = os.open(board_file, os.O_WRONLY)
     record = os.open(record_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -71,7 +71,7 @@ def write(directory: str, life: int, seed: str, record_file: str, board_file: st
         os.fsync(record)
 
     os.pwrite(board, BOARD.pack(PHASES.index("opening"), *[0 for _ in COUNTERS]), 0)
-    # Little log is kept for a slow archive, so that the archive also continues after gaps.
+    # The limit on unarchived log is low, so that the test includes archives that continue after a gap.
     store = remanent.Store(directory, device="host", snapshots={"log_bytes": 1 << 17},
                            archive={"url": os.environ["KILLS_URL"], "interval": 0.02, "log_len_max": 1 << 16})
     acks: list[Literal["logged", "durable", "archived"]] = ["logged", "durable", "archived"]
@@ -103,7 +103,7 @@ def write(directory: str, life: int, seed: str, record_file: str, board_file: st
 
 
 class Campaign:
-    """The processes and directories of a run, and what was recorded. Each directory has a number, its life."""
+    """The processes, directories and records of a run. Each directory has a number, which is called its life."""
 
     def __init__(self, folder: Path, kills: int, seed: int) -> None:
         settings = dict(setting.split("=", 1) for setting in os.environ["REMANENT_ARCHIVE_SETTINGS"].split(","))
@@ -119,9 +119,9 @@ class Campaign:
         self.folder, self.kills, self.seed, self.chance = folder, kills, seed, random.Random(seed)
         self.counts: collections.Counter[str] = collections.Counter()
         self.killed: collections.Counter[str] = collections.Counter()
-        # The current life, and the first batch of each life in the history of the newest state.
+        # The current life, and the lives in the history of the newest state, each with its first batch.
         self.life, self.lives = 0, [(0, 1)]
-        # The pages after batch `number`.
+        # The expected contents of the pages after batch `number`.
         self.number, self.pages = 0, [bytearray(PAGE_LEN) for _ in range(PAGES)]
         self.processes: list[subprocess.Popen[str]] = []
         self.board_file = folder / "board"
@@ -130,13 +130,13 @@ class Campaign:
         return self.folder / f"directory-{life}"
 
     def recorded(self, lives: range, *wanted: str) -> list[tuple[str, int]]:
-        """Returns the events of some kinds that the writers of some lives recorded."""
+        """Returns the recorded events of the `wanted` kinds in the given lives, each with its batch."""
         texts = [path.read_text() for life in lives if (path := self.folder / f"record-{life}").exists()]
         events = [line.rsplit(" ", 1) for text in texts for line in text.splitlines()]
         return [(event, int(number)) for event, number in events if event in wanted]
 
     def expect(self, number: int) -> None:
-        """Sets `pages` to the state after a batch."""
+        """Sets `pages` to the expected state after batch `number`."""
         if number < self.number:
             self.number, self.pages = 0, [bytearray(PAGE_LEN) for _ in range(PAGES)]
         while self.number < number:
@@ -146,7 +146,7 @@ class Campaign:
                 self.pages[page][offset:offset + len(data)] = data
 
     def check_state(self, life: int, at: str | None = None) -> int:
-        """Checks that a directory contains the state after exactly one batch. Returns the number of the batch."""
+        """Checks that a directory contains the state after exactly one batch, and returns the number of that batch."""
         with remanent.View(self.directory(life), at) as view:
             number = int(view.root.get("batch", 0))
             self.expect(number)
@@ -157,7 +157,7 @@ class Campaign:
         return number
 
     def check_restored(self, number: int) -> None:
-        """Checks that the state after batch `number`, from which the current life began, contains all that was archived."""
+        """Checks that the current life, restored at batch `number`, has all archived batches and named snapshots."""
         last = max((batch for _, batch in self.recorded(range(self.life), "archived")), default=0)
         assert number >= last, f"LOST: batch {last} was archived, and the restored state is that of batch {number}"
         named: set[int] = set()
@@ -179,11 +179,11 @@ class Campaign:
                           self.folder / f"record-{life}", self.board_file)
 
     def shown(self) -> tuple[int, ...]:
-        """Returns the phase and the counters of the writer."""
+        """Returns the phase and the counters that the writer wrote last."""
         return BOARD.unpack(self.board_file.read_bytes())
 
     def pause(self, process: subprocess.Popen[str], is_reached: Callable[[], bool]) -> None:
-        """Waits until a process has ended or reached a point, and for a random time after this."""
+        """Waits until a process has ended or `is_reached` returns true, and then for a random time."""
         until = time.monotonic() + STEP_SECONDS
         while process.poll() is None and not is_reached():
             assert time.monotonic() < until, "a process makes no progress"
@@ -192,7 +192,7 @@ class Campaign:
             process.wait(self.chance.uniform(0.0, 1.0))
 
     def run_writer(self) -> subprocess.Popen[str]:
-        """Starts a writer, and returns it at a random time. It may have ended."""
+        """Starts a writer, and returns after a random time. The writer may have ended."""
         writer = self.start_writer(self.life)
         point = self.chance.choice(range(len(PHASES)))
         self.pause(writer, lambda: self.shown()[0] >= point)
@@ -205,16 +205,16 @@ class Campaign:
         self.killed[phase] += 1
 
     def end_of(self, writer: subprocess.Popen[str]) -> str:
-        """Returns the kind of the error with which the archive of a writer ends."""
+        """Waits for the end of a writer, and returns the kind of its archive error."""
         output, errors = writer.communicate(timeout=STEP_SECONDS)
         assert writer.returncode == 3, f"a writer ended with {writer.returncode}: {errors}"
         return output.strip()
 
     def kill_writer(self) -> None:
-        """Starts and kills a writer, and checks its directory."""
+        """Starts a writer, kills the writer, and checks its directory."""
         writer = self.run_writer()
         if writer.poll() is None and self.chance.random() < 0.3:
-            # Almost all requests fail for a time, so that the archive falls behind and catches up.
+            # An outage: almost all requests fail for a time, so that the archive falls behind and then catches up.
             self.counts["outages"] += 1
             rate, self.proxy.rate = self.proxy.rate, 1.0
             time.sleep(self.chance.uniform(0.0, 4.0))
@@ -234,7 +234,7 @@ class Campaign:
         assert number >= max(kept, default=0), f"LOST: batch {max(kept)}, and the directory has batch {number}"
 
     def restore(self) -> None:
-        """Restores the archive into a new directory, which begins a life. Kills restorers, and starts others."""
+        """Restores the archive into a new directory, which begins a new life. Kills some restorers and tries again."""
         self.life += 1
         directory = self.directory(self.life)
         until = time.monotonic() + STEP_SECONDS
@@ -252,13 +252,13 @@ class Campaign:
                 continue
             _, errors = restorer.communicate()
             if restorer.returncode != 0:
-                # Damage and refusals have other codes or messages.
+                # Damage and refused restores have other exit codes or messages.
                 is_passing = restorer.returncode == 2 and ("request in doubt" in errors or "throttled" in errors)
                 assert is_passing, f"the archive cannot be restored: {errors}"
                 self.counts["restores that failed because of faults"] += 1
 
     def lose(self) -> None:
-        """Loses a machine: stops its writer, or takes one that was killed. Another machine restores the archive."""
+        """Simulates the loss of a machine with a killed or stopped writer. Another machine restores the archive."""
         former, stopped = self.life, None
         if self.chance.random() < 0.5:
             stopped = self.run_writer()
@@ -279,7 +279,7 @@ class Campaign:
             kind = self.end_of(stopped)
             assert kind == "superseded", f"a writer whose archive was taken over ended as {kind}"
             self.counts["stopped writers that ended as superseded"] += 1
-            # Whatever the writer recorded since then was archived before the restore.
+            # All batches that the writer has recorded since then must have been archived before the restore.
             self.check_restored(number)
         while (kind := self.end_of(self.start_writer(former))) == "bucket":
             self.counts["opens that failed because of faults"] += 1
@@ -317,7 +317,7 @@ class Campaign:
         for fault in ("none", *FAULTS):
             print(f"{fault:50}" + "".join(f"{faults[fault, method]:8}" for method in methods))
         events = [event for event, _ in self.recorded(range(self.life + 1), "logged", "durable", "archived", "named")]
-        # A loss would have ended the run.
+        # "lost" is 0, because a loss would have ended the run with an error.
         totals = {"kills": self.killed.total(), **dict(sorted(self.killed.items())), **dict(sorted(self.counts.items())),
                   **{f"recorded as {event}": count for event, count in sorted(collections.Counter(events).items())},
                   "batches in the last state": self.number, "lost": 0}
