@@ -18,9 +18,9 @@ To delete a checkpoint, remove `root/name` or move it out of the root. The next 
 its disk space, but not before one minute after the checkpoint was saved. A checkpoint may be renamed within the root.
 
 Checksums verify every byte that is loaded, including `.metadata`, which is JSON. Nothing is unpickled, except values
-that are not tensors, which DCP's own planner pickles. A checkpoint can be loaded by another number of ranks than saved
-it. All ranks need access to the root, for example on a shared file system. Saves to the same root wait for each other,
-because a rank's store is open while the rank writes.
+that are not tensors, which DCP's own planner pickles. A checkpoint can be loaded by a different number of ranks than
+the number that saved it. All ranks need access to the root, for example on a shared file system. Saves to the same root
+wait for each other, because a rank's store is open while the rank writes.
 
 With `StorageWriter(path, archive={"url": …})`, checkpoints are also in an object store when their saves return, and
 `restore_from_archive` restores the root after the loss of all machines. `StorageReader(path, archive=…)` loads a
@@ -120,7 +120,7 @@ _DELETED_PAGES = 10_000
 _READ_BYTES = 8 << 20
 # The time in seconds for which a save waits until another one has closed the rank's store.
 _LOCK_WAIT = 60.0
-# The same if the store has an archive, because it is open until the archive contains the checkpoint.
+# The same time for a store with an archive, which stays open until the archive contains the checkpoint.
 _ARCHIVED_LOCK_WAIT = 3600.0
 # The time in seconds after which a file that one rank created is visible to all: shared file systems cache directory
 # contents for up to a minute.
@@ -195,10 +195,10 @@ class StorageWriter(_AtPath, storage.StorageWriter):
 
     With `archive={"url": …}`, which all ranks pass for all saves to a root, the checkpoints survive the loss of all
     machines. Each rank's store has its own archive, `URL/rank-K`. A checkpoint becomes visible once the archives of all
-    ranks contain it, so when `save` returns, or the future of `async_save` is done, `restore_from_archive` restores it
-    on any machine. If an archive rejects a store or cannot be reached, the save raises `ArchiveError`, and the earlier
-    checkpoints are unchanged. Checkpoints that were saved without the archive are not in it. `use_collectives=False` is
-    rejected.
+    ranks contain it, so once `save` returns, or the future of `async_save` is done, `restore_from_archive` can restore
+    it on any machine. If an archive rejects a store or cannot be reached, the save raises `ArchiveError`, and the
+    earlier checkpoints are unchanged. The archive does not contain checkpoints that were saved without it.
+    `use_collectives=False` is rejected.
 
     >>> import torch, torch.distributed.checkpoint as dcp
     >>> from remanent.dcp import StorageReader, StorageWriter
@@ -225,7 +225,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         self._together = True
 
     def reset(self, checkpoint_id: _Path | None = None) -> None:
-        """Begins another checkpoint, at `checkpoint_id` if that is given."""
+        """Begins another checkpoint, at `checkpoint_id` if it is not None."""
         if checkpoint_id:
             self._go_to(checkpoint_id)
         self.save_id = uuid.uuid4().hex
@@ -362,10 +362,11 @@ class StorageReader(_AtPath, storage.StorageReader):
     :param cast: whether to convert elements to the types of the target tensors, as DCP's own reader does. If False,
         tensors with other element types are rejected.
     :param archive: the archive with which the checkpoint was saved. The checkpoint is then read from the archive
-        without a restore, and of `path`, which need not exist, only the name of the checkpoint is used. The archive is
-        not changed, and its writer continues. Each rank fetches only the parts that it needs, of up to 8 MiB each.
+        without a restore. `path` need not exist, and only its last component, the name of the checkpoint, is used. The
+        archive is not changed, and its writer can continue. Each rank fetches only the parts that it needs, of up to 8
+        MiB each.
 
-    Errors of ranks are contained in the `CheckpointException` that DCP raises. `NoStateError` means that the checkpoint
+    DCP raises a `CheckpointException` that contains the errors of the ranks. `NoStateError` means that the checkpoint
     does not exist. `RefusedError` means that a tensor cannot represent the checkpoint's values; no tensor of that rank
     has changed. `DamagedError` means that bytes on disk differ from the bytes written; tensors that were already loaded
     keep their new values. `ArchiveError` means that an archive cannot be reached or is damaged.
@@ -395,7 +396,7 @@ class StorageReader(_AtPath, storage.StorageReader):
         self._items: dict[MetadataIndex, StoredItem] = {}
 
     def reset(self, checkpoint_id: _Path | None = None) -> None:
-        """Begins to load another checkpoint, at `checkpoint_id` if that is given."""
+        """Begins to load another checkpoint, at `checkpoint_id` if it is not None."""
         if checkpoint_id:
             self._go_to(checkpoint_id)
         self.load_id = uuid.uuid4().hex
@@ -587,8 +588,8 @@ def _write_group(store: _native.Store, group: list[_Write]) -> None:
 
 
 class _Jobs:
-    """Runs reads and writes on threads while the calling thread asks the planner for more. The number of waiting jobs
-    is limited, because each job keeps bytes in memory."""
+    """Runs reads and writes on threads while the calling thread requests more items from the planner. The number of
+    waiting jobs is limited, because each job keeps bytes in memory."""
 
     def __init__(self) -> None:
         threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
@@ -622,7 +623,7 @@ class _Jobs:
 
 
 def _identity(said: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Returns the identity of a page's item: the name of the whole tensor, and the offset of the page's part in it."""
+    """Returns the identity of a page's item: the name of the whole tensor, and the offset of the item in the tensor."""
     return said.get("part of", said["name"]), tuple(said.get("offset", ()))
 
 
@@ -647,7 +648,7 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[dict[str, Any], to
 
 @dataclass
 class _RowBlock:
-    """Some rows of a page, and the part of the target tensor that receives them."""
+    """A block of consecutive rows of a page, and the part of the target tensor that receives these rows."""
 
     view: _native.View
     key: str
@@ -860,7 +861,7 @@ def _listed(root: Path) -> _Listed:
 
 
 def _metadata_files(checkpoint: Path, *, is_there: bool = False) -> list[Path]:
-    """Returns the metadata files in a folder: that of all ranks, and those of ranks that saved separately.
+    """Returns the metadata files in a folder: the file of all ranks, and the files of ranks that saved separately.
 
     :param is_there: whether to raise an error if the folder does not exist.
     """

@@ -128,8 +128,8 @@ class BlockCache:
         twice as much disk space, plus 300 MB for the log and spare files. If an existing cache contains more, its
         oldest blocks are deleted.
     :param readers: the number of threads that read blocks from disk.
-    :param ack: when a block counts as stored. With "logged", stored blocks survive the death of the process, and with
-        "durable" also a power cut.
+    :param ack: the event after which a block counts as stored. With "logged", stored blocks survive the death of the
+        process. With "durable", they also survive a power cut.
     :param on_stored: called with keys and lengths after a batch has added blocks. The call is made on a thread of the
         cache, and must neither wait for the cache nor close it.
     :param on_deleted: called with keys and lengths after a batch has deleted blocks, in the same way as `on_stored`.
@@ -163,7 +163,7 @@ class BlockCache:
         self._jobs: set[Future[Any]] = set()
         self._is_write_queued = self._is_closing = False
         self._uses = self._read_index()
-        # `on_stored` was not called for these blocks, so `on_deleted` is not called if some of them are evicted.
+        # Blocks for which `on_stored` was not called. If such a block is evicted, `on_deleted` is not called either.
         self._on_stored = self._on_deleted = None
         self._write_quietly()
         self._on_stored, self._on_deleted = on_stored, on_deleted
@@ -213,18 +213,18 @@ class BlockCache:
     def store(self, keys: Iterable[bytes], blocks: Iterable[Any], kinds: Iterable[str] | None = None) -> Future[int]:
         """Stores blocks, without waiting for the disk. Returns a future of the number of bytes in new blocks.
 
-        Equal keys imply equal bytes, so a block that is already in the cache is not written again. Only a block of
-        another length or kind is replaced, unless it is locked. Earlier keys are treated as prefixes of later ones and
-        are evicted later.
+        Equal keys imply equal bytes, so a block that is already in the cache is not written again. A block is replaced
+        only if the new block has another length or kind and the existing block is not locked. Earlier keys are treated
+        as prefixes of later ones and are evicted later.
 
         :param blocks: objects with the buffer protocol, one per key. A block must not change until the future is done
             or canceled. The cache keeps a reference until then. If a buffer does not own its memory, the caller must
             keep the owner alive.
         :param kinds: a word per block that describes how its bytes are interpreted, such as its type and shape.
 
-        The future fails unless all blocks are in the cache at the end. The error is `OverBudgetError` if the blocks
-        exceed the capacity, and otherwise that of the store, such as `DiskFullError`. Some of the blocks may have been
-        stored.
+        If not all blocks are in the cache at the end, the future raises an error: `OverBudgetError` if the blocks
+        exceed the capacity, and otherwise the error of the store, such as `DiskFullError`. Some of the blocks may have
+        been stored.
         """
         self._check_process()
         job = _StoreJob(_tasks(keys, blocks, kinds))
@@ -272,8 +272,8 @@ class BlockCache:
         return self._peers.serve()
 
     def add_peer(self, address: bytes, *, length_max: int = 16 << 20, timeout: float = 5.0) -> None:
-        """Adds a cache in another process or on another host. `load` and `fetch` request blocks from it that this cache
-        lacks.
+        """Adds a peer: a cache in another process or on another host. `load` and `fetch` request missing blocks from
+        the peer.
 
         The connection is made when the first block is requested. A peer that is unreachable, or does not answer within
         `timeout` seconds, counts as a cache without blocks for a minute, and is reported by one warning.
@@ -421,8 +421,8 @@ class BlockCache:
     # Methods of the writing thread.
 
     def _store_waiting(self) -> None:
-        """Stores the waiting blocks of several calls in one batch, as many as fit but at least those of one call.
-        Combining calls keeps short calls cheap."""
+        """Stores the waiting blocks of several calls in one batch: as many calls as fit, and at least one. Combining
+        calls makes short calls cheap."""
         jobs: list[_StoreJob] = []
         nbytes = blocks = 0
         with self._lock:
@@ -464,7 +464,7 @@ class BlockCache:
         if failure is not None:
             _clear_frames(failure)
         if len(jobs) > 1 and (failure is not None or refused):
-            # A failure of one call must not affect the others.
+            # A failure of one call must not affect other calls.
             for job in jobs:
                 self._store_jobs([job], stored)
             return

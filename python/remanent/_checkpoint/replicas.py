@@ -1,4 +1,4 @@
-"""Restores and compares ranks that are replicas: their models and optimizers are equal."""
+"""Restores and compares ranks that are replicas, so that their models and optimizers are equal."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from remanent._tensors.gpu_scratch import Scratch
 from remanent._util.progress import Bar
 from remanent._versions.history import Divergence
 
-# Fewer bytes are loaded sooner than the link between the ranks is measured.
+# The minimum number of bytes to exchange: loading fewer bytes takes less time than measuring the link.
 _BYTES_MIN = 64 << 20
 # The rate in bytes per second that the link must reach. A bus between host and GPU does not reach it.
 _RATE_MIN = 100e9
-# The bytes of each rank with which the link is measured, and the number of measurements, of which the fastest counts.
+# The number of bytes per rank with which the link is measured, and the number of measurements. The fastest one counts.
 _PROBE_LEN = 128 << 20
 _PROBES = 3
 # The bytes that a rank loads between two exchanges, and the number of rounds in flight.
@@ -33,7 +33,7 @@ _ROUND_LEN = 512 << 20
 _ROUNDS_MAX = 2
 # The bytes of copies of non-contiguous tensors that are checksummed together.
 _PACKED_LEN = 256 << 20
-# The number of tensors whose elements are compared. The others are only named.
+# The maximum number of differing tensors whose elements are compared. Further tensors are only named.
 _COMPARED_MAX = 16
 
 _T = TypeVar("_T")
@@ -43,9 +43,9 @@ class Replicas:
     """The ranks of a process group that have equal models and optimizers. All ranks must call the same methods in the
     same order.
 
-    Tensors are exchanged in a group of their own, so that a call that the caller has left does not interfere with the
-    collectives of the training. The group exists until torch destroys all groups: a single rank can close its
-    checkpointer, but could not destroy a communicator of NCCL.
+    Tensors are exchanged in a separate process group, so that an abandoned call does not interfere with the collectives
+    of the training. The group exists until torch destroys all groups, because a single rank can close its checkpointer
+    but cannot destroy an NCCL communicator.
 
     :param device: the GPU of this rank, or None if it has none.
     """
@@ -54,13 +54,13 @@ class Replicas:
         self._ranks, self._device = ranks, device
         self._members = dist.get_process_group_ranks(process_group)
         self._group: Any = dist.new_group(self._members, timeout=TIMEOUT, use_local_synchronization=True)
-        # Whether bytes of other ranks arrive fast enough, once it was measured.
+        # Whether bytes of other ranks arrive fast enough, or None before the measurement.
         self._is_fast: bool | None = None
 
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[None]:
-        """Names a step of the current operation. If one rank fails between two steps, the ranks would otherwise take the
-        messages of one step for those of the other."""
+        """Begins the next step of the current operation, whose messages have a name of their own. Otherwise, if one
+        rank fails between two steps, the ranks would confuse the messages of the two steps."""
         doing = self._ranks.doing
         self._ranks.doing = f"{doing}: {name}"
         try:
@@ -96,7 +96,7 @@ class Replicas:
         return [key for key in of_first if key not in left_out]
 
     def scratch_of_all(self, device: torch.device, make: Callable[[], Scratch | None]) -> Scratch | None:
-        """Returns the memory that `make` allocates on this rank, or None if a rank has too little."""
+        """Returns the memory that `make` allocates on this rank, or None if any rank has too little memory."""
         # The library for collectives allocates its own memory first.
         self.in_step("connect", lambda: self._connect(device))
         scratch = self.in_step("allocate", make)
@@ -113,10 +113,10 @@ class Replicas:
     def load(self, view: _native.View, scratch: Scratch, keys: Sequence[str], checksums: Mapping[str, tuple[int, int]],
              bar: Bar) -> set[str]:
         """Loads a share of `keys` into scratch memory and receives the other shares from the other ranks. Returns the
-        pages that are loaded or have arrived with the right checksum: all of them, unless the link is slow or a rank
-        failed.
+        pages that were loaded or that arrived with the right checksum. These are all pages, unless the link is slow or
+        a rank failed.
 
-        :param keys: the same pages on all ranks, in the order in which their memory lies in `scratch`.
+        :param keys: the same pages on all ranks, in the order of their memory in `scratch`.
         """
         nbytes = sum(checksums[key][0] for key in keys)
         if nbytes < _BYTES_MIN or not self._has_fast_link(scratch.memory, nbytes):
@@ -133,7 +133,7 @@ class Replicas:
                 try:
                     view.load({key: scratch.pages[key] for key in mine[0]}, device_name(scratch.memory.device))
                 except BaseException as error:
-                    # The other ranks wait for the share. They notice its checksums, and load its pages themselves.
+                    # The other ranks wait for the share. Its checksums do not match, so they load its pages themselves.
                     failure = error
                 else:
                     own.update(mine[0])
@@ -165,7 +165,7 @@ class Replicas:
         """Returns the rate in bytes per second at which `length` bytes of each other rank arrive."""
         count, rank = self._ranks.count, self._ranks.rank
         seconds = []
-        # The first exchange of a length makes the connections.
+        # The first exchange of a given length also sets up the connections, so it is not measured.
         for _ in range(1 + _PROBES):
             _synchronize(memory.device)
             began = time.perf_counter()
@@ -181,8 +181,8 @@ class Replicas:
 
         :param trained: returns the tensors of this rank.
         :raises ReplicasDivergedError: tensors differ. All ranks raise it.
-        :raises InvalidError: the ranks have other tensors, or tensors of other shapes or element types, or on other
-            kinds of devices.
+        :raises InvalidError: the ranks have different tensors, or the shapes, element types or kinds of devices of the
+            tensors differ.
         """
         def summed() -> tuple[dict[str, torch.Tensor], list[int]]:
             tensors = trained()

@@ -168,7 +168,7 @@ class RootArchive:
             with _native.View(stores / store_of(0)) as view:
                 is_restored = bool(_pages(view))
         except NoStoreError:
-            # The open of the store decides.
+            # Opening the store checks the URL.
             return
         if is_restored:
             raise RefusedError(f"{stores} was restored from an archive without the checkpoints that it contains",
@@ -214,7 +214,7 @@ class RootArchive:
                 is_visible = Listed(page.name, page.sum) in visible
                 if not is_visible and page.token not in saving and page.created <= now - visible_after * 1000:
                     batch.delete(page.id)
-        # The newest listing of a name counts.
+        # If a name has several listings, the newest one is used.
         create(checkpoint.name, content, token)
         batch.set_root(_RANKS, max(ranks, store.root.get(_RANKS, 0)))
         ticket = store.submit(batch)
@@ -224,8 +224,8 @@ class RootArchive:
 
 
 class _Failing:
-    """Raises an error once the requests of an archive have failed again and again for some time. A failure that does not
-    recur may be followed by a long upload."""
+    """Raises an error once the requests of an archive have failed repeatedly for longer than a time limit. A single
+    failure does not count, because a long upload may follow it."""
 
     def __init__(self, store: _native.Store, url: str, timeout: float) -> None:
         self._store, self._url, self._timeout = store, url, timeout
@@ -280,13 +280,13 @@ def _check_name(name: str) -> None:
 def restore_from_archive(root: _Path, archive: ArchiveOptions) -> list[Path]:
     """Restores a folder of checkpoints from its archives, on a machine that lost it or a part of it.
 
-    The stores that `root` lacks are restored with all checkpoints that the archives keep. `dcp.load` can then load the
-    checkpoints, with any number of ranks, and the next save with the same `archive` continues the archives. From the
-    first restored store on, the lost machine can no longer save to them. Existing stores and checkpoints are unchanged.
-    If the restore was interrupted, call it again. One process calls it for all ranks; other calls wait.
+    Restores the stores that `root` lacks, with all checkpoints that the archives keep. `dcp.load` can then load the
+    checkpoints, with any number of ranks, and the next save with the same `archive` continues the archives. Once the
+    first store is restored, the lost machine can no longer save to the archives. Existing stores and checkpoints are
+    unchanged. If the restore was interrupted, call it again. One process calls it for all ranks; other calls wait.
 
-    A checkpoint is restored if its save returned, or was interrupted after all of it was archived. Checkpoints that
-    were renamed or removed after the last save are restored as they were during that save.
+    A checkpoint is restored if its save returned, or if the save was interrupted after the whole checkpoint was
+    archived. Checkpoints that were renamed or removed after the last save are restored as they were during that save.
 
     :param root: the folder that contains the checkpoints, which need not exist.
     :param archive: the argument `archive` of the `StorageWriter` that saved them.
@@ -319,7 +319,7 @@ def restore_from_archive(root: _Path, archive: ArchiveOptions) -> list[Path]:
             return _restored(folder, where, claim)
         except BaseException:
             if not (stores / store_of(0)).exists():
-                # Another URL can be used next time.
+                # The next restore can use another URL.
                 claim.release()
                 for empty in [stores, *([folder] if is_new else [])]:
                     with contextlib.suppress(OSError):
@@ -347,7 +347,7 @@ def _restored(root: Path, where: RootArchive, claim: _Claim) -> list[Path]:
     for rank in range(1, ranks):
         _restore(where, store_of(rank), stores / store_of(rank), ids.get(store_of(rank)))
     with contextlib.suppress(ArchiveError):
-        # Ranks that were added by a save that was interrupted.
+        # An interrupted save added these ranks.
         while not (stores / store_of(ranks)).exists():
             _restore(where, store_of(ranks), stores / store_of(ranks))
             ranks += 1
@@ -380,7 +380,7 @@ def _check_free(root: Path, first: Path) -> None:
             with _native.View(first) as view:
                 is_ours = bool(_pages(view))
         except NoStoreError:
-            # Nothing was restored to it yet.
+            # The restore has not written to this directory yet.
             return
         if not is_ours:
             raise RefusedError(f"{first} contains a store without archived checkpoints",
@@ -443,7 +443,7 @@ class _Claim:
 
     @property
     def url(self) -> str | None:
-        """The URL from which the root is restored, or None if no store is in place."""
+        """The URL from which the root is being restored, or None if no store was restored yet."""
         return self._path.read_text() or None
 
     def write(self, url: str) -> None:

@@ -1,4 +1,4 @@
-"""Blocks of other caches, fetched over NIXL."""
+"""Fetches blocks of other caches over NIXL, and sends blocks to other caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AWAY_FOR = 60.0
 
 
 class _Peer:
-    """A cache that sends blocks."""
+    """Another cache, from which blocks are fetched."""
 
     def __init__(self, metadata: bytes, length_max: int, timeout: float) -> None:
         self._metadata, self._length_max, self._timeout = metadata, length_max, timeout
@@ -48,7 +48,7 @@ class _Peer:
                 if client is not None:
                     client.close()
                 self._retry_after = time.monotonic() + _AWAY_FOR
-                # A peer that stays unreachable is reported once.
+                # A peer that stays unreachable is reported only once.
                 _logger.log(logging.DEBUG if self._is_warned else logging.WARNING,
                             "%s: blocks cannot be requested from a peer: %s", path, error)
                 self._is_warned = True
@@ -65,7 +65,7 @@ class _Peer:
 
 
 class Peers:
-    """The caches from which a cache fetches blocks, and the server that sends its own."""
+    """The peers from which a cache fetches blocks, and the server that sends the cache's own blocks."""
 
     def __init__(self, store: Store, identity: str) -> None:
         self._store, self._identity = store, identity
@@ -124,7 +124,7 @@ class Peers:
         return None
 
     def close(self) -> None:
-        """Ends the server and the clients. No call is waiting for a block anymore, except those that soon end."""
+        """Ends the server and the clients. All calls that wait for a block must have ended or be about to end."""
         with self._lock:
             self._is_closed = True
             peers, self._peers = self._peers, ()

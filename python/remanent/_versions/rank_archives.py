@@ -1,9 +1,9 @@
 """The archives of a run with several ranks: one for each rank's store.
 
 An archive contains named snapshots and no points. After the loss of all machines, the points are derived from the
-snapshots in the restored stores. The root of each version has an entry that is equal on all ranks and differs from
-that of any other save, so that parts of different saves of a step are never combined. The newest version that all
-archives contain is not removed, so that there is always one.
+snapshots in the restored stores. The root of each version has an entry that is equal on all ranks and differs from that
+of any other save, so that parts of different saves of a step are never combined. The newest version that all archives
+contain is never removed, so that there is always a version to restore.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def of_rank(options: StoreOptions, rank: int, of_first: str | None) -> StoreOpti
 
 
 class ArchivedSnapshots(NamedTuple):
-    """The snapshots of a rank's store that its archive keeps, and those that it refused to keep."""
+    """The snapshots of a rank's store that its archive keeps, and the snapshots that the archive refused."""
 
     archived: list[str]
     refused: list[str]
@@ -92,8 +92,8 @@ def archived_snapshots(store: _native.Store) -> ArchivedSnapshots:
 def needed(points: Iterable[Point], of_ranks: list[ArchivedSnapshots]) -> list[Point]:
     """Returns the points that must not be removed, given all points, oldest first.
 
-    These are the newest point that all archives contain, and the oldest one after it that archives do not contain yet.
-    Without the latter, each archive might receive other points than the others.
+    These are the newest point that all archives contain, and the oldest later point that some archives do not contain
+    yet. If the latter were removed, the archives might never have a newer point in common.
     """
     kept: list[Point] = []
     next_one: Point | None = None
@@ -112,7 +112,7 @@ def needed(points: Iterable[Point], of_ranks: list[ArchivedSnapshots]) -> list[P
 
 
 class _Identity(NamedTuple):
-    """What all parts of a version have in common."""
+    """The values that all parts of a version share."""
 
     attempt: str
     save: int
@@ -173,7 +173,7 @@ def _parts_in(store: Path) -> Iterable[tuple[_Identity, _Found]]:
         try:
             view = _native.View(store, f"name:{snapshot}")
         except NoStateError:
-            # This is a state between two snapshots.
+            # The state is between two snapshots, so it is no part of a version.
             continue
         with view:
             found = view.root.get(RANKS)
