@@ -16,7 +16,8 @@ use crate::memory::{HostBytes, Input};
 use crate::parallel;
 use crate::pending_batch::{BatchPage, PendingBatch};
 
-/// A page is written completely if its changes need more than one part in this many.
+/// The inverse of the maximum share of a page that is logged as changes. A page with more changes is written
+/// completely.
 const LOGGED_PART: u64 = 4;
 /// The default limit for the bytes that the updates of a batch log together. The limit is well below that for
 /// changes that wait for a snapshot.

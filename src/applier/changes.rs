@@ -108,7 +108,7 @@ pub struct ChangeStream {
 /// The open change streams of a store. The applier publishes each batch to all streams.
 #[derive(Default)]
 pub(crate) struct ChangeFeed {
-    /// The number of streams. While this number is 0, a batch costs one load of it.
+    /// The number of streams. While there are no streams, a batch only loads this number.
     count: AtomicUsize,
     queues: Mutex<Vec<Arc<ChangeQueue>>>,
 }

@@ -422,8 +422,8 @@ impl Worker {
         }
     }
 
-    /// Disposes of memory that its page has left. An exact cut may take it over, leases may still use it, and otherwise
-    /// it is freed.
+    /// Disposes of memory that a page no longer uses. An exact cut may take over the memory, leases may still use it,
+    /// and otherwise it is freed.
     fn give_up(&mut self, page: PageId, old: PageMemory) {
         let AppliedState { table, cut, gathers, .. } = &mut self.applied;
         if let Some(gather) = gathers.get_mut(&page) {

@@ -13,7 +13,7 @@ use crate::error::Result;
 
 /// The maximum length of a snapshot's chain of links, including the base and the snapshot's own link.
 pub(super) const LINKS_MAX: usize = 8;
-/// The divisor of the number of pages that limits the pages in the links after the base. If the links would contain
+/// The inverse of the maximum share of all pages that the links after the base may contain. If the links would contain
 /// more pages, the next snapshot is a base.
 const CHANGED_SHARE: usize = 2;
 

@@ -99,7 +99,7 @@ pub trait LentMemory {
 /// Copies page memory directly to the memory of mapped files.
 pub trait DeviceFiles {
     /// Registers the memory of a file as a target of copies. Command lists refer to this memory like page memory, and
-    /// the bytes that they copy to it become the bytes of the file. Its place is [`Place::Host`]. Only
+    /// the bytes that they copy to it become the bytes of the file. The place of the memory is [`Place::Host`]. Only
     /// [`unregister`](Self::unregister) ends the registration.
     ///
     /// # Errors

@@ -149,7 +149,7 @@ fn word(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(*bytes.first_chunk().expect("whole words"))
 }
 
-/// Reduces a number to one below 2^62 that is congruent modulo p.
+/// Returns a number below 2^62 that is congruent to `number` modulo p.
 fn folded(number: u64) -> u64 {
     (number & PRIME) + (number >> 61)
 }

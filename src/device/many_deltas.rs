@@ -87,7 +87,7 @@ impl<T> Partitioned<T> {
         self.count
     }
 
-    /// Returns the deltas of one share, slice by slice in list order.
+    /// Returns the deltas of a share in list order, one slice after another.
     pub fn share(&self, index: usize) -> impl Iterator<Item = &[T]> + Clone {
         self.slices.iter().map(move |shares| shares[index].as_slice())
     }

@@ -30,8 +30,8 @@ pub(crate) fn sums_in(staged: &[u8]) -> impl ExactSizeIterator<Item = u32> {
     staged.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")))
 }
 
-/// Returns the error for bytes that changed between host and device, and again on a second attempt if one was possible.
-/// The data on disk is not at fault: it matches the host's checksum.
+/// Returns the error for bytes that changed between host and device, in both attempts if a second attempt was possible.
+/// The data on disk is not damaged, because it matches the host's checksum.
 pub(crate) fn transfer_corrupted(device: &EngineDevice, what: &str) -> Error {
     let label = device.label();
     Error::Device {

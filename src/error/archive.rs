@@ -43,14 +43,15 @@ pub enum ArchiveErrorKind {
     Limit,
     /// The directory of the store could not be read for the archive.
     Directory,
-    /// The call needs a named snapshot. An archive keeps no others.
+    /// The call needs a named snapshot, because an archive keeps only named snapshots permanently.
     Unnamed,
-    /// The directory has an archive that follows it, but the open names none. Nothing was changed.
+    /// The store is archived while it is open, but this open does not specify the archive. Nothing was changed.
     NotGiven,
 }
 
 impl ArchiveError {
-    /// Returns the error for a snapshot without a name, which an archive contains only until a newer one.
+    /// Returns the error for a snapshot without a name. An archive keeps such a snapshot only until it contains a newer
+    /// one.
     pub(crate) fn unnamed(snapshot: SnapshotId) -> Self {
         let reason = format!("snapshot {snapshot} has no name");
         Self { url: String::new(), kind: ArchiveErrorKind::Unnamed, reason }

@@ -152,7 +152,7 @@ pub enum Invalid {
     Option {
         /// The name of the option.
         option: &'static str,
-        /// The reason why it is invalid.
+        /// The reason why the argument is invalid.
         reason: String,
     },
     /// The text is not a valid state point.
@@ -172,7 +172,7 @@ pub enum Invalid {
     Operation {
         /// The index of the operation in the batch, from 0.
         index: usize,
-        /// The reason why it is invalid.
+        /// The reason why the argument is invalid.
         reason: String,
     },
     /// A call requires two pages of equal length, but their lengths differ.
@@ -224,7 +224,7 @@ pub enum Refused {
     Stream {
         /// The handle of the stream.
         stream: u64,
-        /// Why the stream cannot be used.
+        /// The reason why the stream cannot be used.
         reason: &'static str,
     },
     /// Caller-owned memory, or a range of it, does not meet the requirements of the call.
@@ -232,7 +232,7 @@ pub enum Refused {
     Memory {
         /// The length of the memory in bytes.
         len: u64,
-        /// Why the memory cannot be used.
+        /// The reason why the memory cannot be used.
         reason: String,
     },
     /// A page is stored in the caller-owned memory, or has left it while the device may still access the memory. Only
@@ -249,7 +249,7 @@ pub enum Refused {
     Hint {
         /// The place of the page's memory.
         place: Place,
-        /// Why the memory does not support hints.
+        /// The reason why the memory does not support hints.
         reason: &'static str,
     },
 }
@@ -263,15 +263,15 @@ pub enum Unavailable {
     Place {
         /// The requested place.
         place: Place,
-        /// Why the place cannot hold pages.
+        /// The reason why the place cannot contain pages.
         reason: &'static str,
     },
     /// The requested device cannot be used on this machine.
     #[error("device {device} cannot be used: {reason}")]
     Device {
-        /// The device, as it was requested.
+        /// The requested device.
         device: String,
-        /// Why the device cannot be used, for example because the driver is missing.
+        /// The reason why the device cannot be used, for example that the driver is missing.
         reason: String,
     },
 }

@@ -94,8 +94,8 @@ pub enum NcclError {
         call: &'static str,
         /// The time limit.
         waited: Duration,
-        /// The ranks on this host that joined and no longer exist. Empty if all of them exist, or if they are on other
-        /// hosts.
+        /// The ranks on this host that joined and whose processes no longer exist. Ranks on other hosts are never
+        /// listed.
         ended: Vec<u32>,
     },
     /// The communicator was aborted, by a caller or because an earlier call failed.
@@ -116,7 +116,7 @@ pub enum NcclError {
     },
 }
 
-/// Displays the reason of a failure, if the library gave one.
+/// Displays the reason of a failure, if the library reported a reason.
 struct Reason<'a>(&'a str);
 
 impl fmt::Display for Reason<'_> {

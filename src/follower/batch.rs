@@ -67,7 +67,7 @@ impl FollowedBatch {
         ops
     }
 
-    /// Returns the encoded operations, as they are in the log. [`operations`](Self::operations) decodes them.
+    /// Returns the encoded operations, exactly as in the log. [`operations`](Self::operations) decodes them.
     #[must_use]
     pub fn payload(&self) -> &[u8] {
         &self.payload

@@ -81,7 +81,7 @@ pub(crate) fn check_is_store(disk: &Arc<dyn Disk>) -> Result<()> {
     }
 }
 
-/// The files of a store, as they were read once.
+/// The files of a store, with the results of one read.
 pub(crate) struct KnownFiles {
     source: DiskSource,
     survey: Survey,
@@ -108,7 +108,7 @@ enum Until {
     At(Lsn),
 }
 
-/// The result of a failed search, to be compared with that of the next search.
+/// The result of a failed search, which is compared with the result of the next search.
 #[derive(PartialEq)]
 struct Attempt {
     snapshots: Vec<SnapshotId>,
@@ -201,8 +201,9 @@ impl PastState {
         unreachable!("the last attempt returns")
     }
 
-    /// Finds the state after batch `lsn` like [`open`](Self::open), but uses files that were read before as far as they
-    /// still exist. Names and numbers of snapshots are no points for this, because they may be given to other states.
+    /// Finds the state after batch `lsn` like [`open`](Self::open), but reuses the earlier reads of files that still
+    /// exist. Only an Lsn can identify the state, because names and numbers of snapshots may have been assigned to
+    /// other states.
     ///
     /// # Errors
     /// The errors of `open`.

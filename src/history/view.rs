@@ -194,9 +194,9 @@ impl View {
 
 /// The files of a store, read once to open many of its states, such as all versions of a run.
 ///
-/// Opening a state reads all manifests of the store, whose number grows with the number of kept snapshots. Views that are
-/// opened from this value share one reading. If the files have changed since, a state is looked for in the directory. Keep
-/// this value only while states are opened, because it also keeps some files open.
+/// Opening a state reads all manifests of the store, whose number grows with the number of kept snapshots. Views that
+/// are opened from this value share one reading. If the files have changed since then, the directory is read again to
+/// find a state. Keep this value only while states are opened, because it also keeps some files open.
 ///
 /// ```
 /// use remanent::history::KeptStates;

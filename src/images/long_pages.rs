@@ -29,8 +29,8 @@ pub(crate) type Sink<'s> = &'s mut dyn FnMut(&[u8], u32) -> Result<()>;
 /// Whether a [`PieceSource`] may be called again for the same bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReadPass {
-    /// The bytes may be requested again. They are a sample, or the page will be stored uncompressed if compression does
-    /// not save enough.
+    /// The caller may request the bytes again: they are only a sample, or the page will be stored uncompressed if
+    /// compression does not save enough.
     First,
     /// Neither these bytes nor earlier bytes of the page will be requested again.
     Last,

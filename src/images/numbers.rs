@@ -42,7 +42,7 @@ struct NumberState {
 
 impl ImageFiles {
     /// Creates the list of image files. `next` is the first free number. `for_batches` contains the files that existing
-    /// frames may name. Each file has the newest batch that may name it.
+    /// frames may name, each with the newest batch that may name the file.
     pub fn new(
         disk: Arc<dyn Disk>,
         spares: Arc<ImageSpares>,

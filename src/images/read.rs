@@ -106,8 +106,8 @@ impl<'a> ImageRun<'a> {
         if let [only] = self.images { Some(only) } else { None }
     }
 
-    /// Returns the damaged images of the run, each with its damage. If reading the run at once fails, the images are
-    /// read one by one. An image that is longer than [`RUN_BYTES`] is read piece by piece.
+    /// Returns the damaged images of the run, each with its damage. If reading the whole run fails, the images are read
+    /// one by one. An image that is longer than [`RUN_BYTES`] is read piece by piece.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -164,7 +164,7 @@ impl<'a> ImageRun<'a> {
 /// The processor that compares an image's bytes with its checksum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SummedBy {
-    /// The host compares the bytes before it passes any of them on.
+    /// The host verifies the bytes before it passes any of them to the caller.
     Host,
     /// The device compares the bytes after they have arrived in its memory.
     Device,

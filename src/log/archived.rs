@@ -23,7 +23,7 @@ pub struct ArchiveStats {
     pub term: u64,
     /// The number of archived runs, each of which contains consecutive batches.
     pub runs: u64,
-    /// The number of snapshots that were archived, apart from named ones.
+    /// The number of archived snapshots. Named snapshots are not counted.
     pub snapshots: u64,
     /// The number of named snapshots that the archive keeps.
     pub named: u64,
@@ -132,8 +132,8 @@ impl ArchiveProgress {
         state.is_named_archived(snapshot)
     }
 
-    /// Makes the uploader look for named snapshots, and wakes the callers that wait for one. The caller then wakes
-    /// the uploader if it waits for the log.
+    /// Records that snapshots have changed, so that the uploader checks for named snapshots. Wakes the callers that
+    /// wait for a named snapshot. Afterwards, the caller must wake the uploader if it waits for the log.
     pub fn note_snapshots(&self) {
         self.state.lock().are_snapshots_changed = true;
         self.called.notify_all();
@@ -158,7 +158,7 @@ impl ArchiveProgress {
         self.state.lock().wanted
     }
 
-    /// Clears the note that snapshots have changed. The uploader then looks for named snapshots.
+    /// Clears the record that snapshots have changed. The uploader calls this before it checks for named snapshots.
     pub fn take_note_of_snapshots(&self) {
         self.state.lock().are_snapshots_changed = false;
     }

@@ -70,7 +70,7 @@ pub(crate) struct Log {
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// How the payload of a frame gets into its segment.
+/// The way in which the payload of a frame is stored in its segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PayloadStored {
     /// [`Log::put`] stores the payload before the header.

@@ -186,7 +186,7 @@ impl StagingPool {
     /// fail the caller.
     ///
     /// # Errors
-    /// `OutOfMemory`; a device error, also if wrong bytes arrived twice.
+    /// `OutOfMemory`; a device error, including the case that wrong bytes arrived twice.
     pub fn upload(&self, lane: Lane, target: Span, bytes: &[u8]) -> Result<()> {
         self.upload_each(lane, &[(target, bytes)])
     }
@@ -227,7 +227,7 @@ impl StagingPool {
     /// single flipped bit must not fail the caller. No list may write to the bytes during the call.
     ///
     /// # Errors
-    /// `OutOfMemory`; a device error, also if wrong bytes arrived twice.
+    /// `OutOfMemory`; a device error, including the case that wrong bytes arrived twice.
     pub fn download(&self, lane: Lane, source: Span, out: &mut [u8]) -> Result<()> {
         let mut once = || {
             let target = StagingSpan { index: 0, offset: 0, len: out.len() };

@@ -32,12 +32,12 @@ pub struct ArchiveOptions {
     /// Settings of the bucket, under their names in the crate `object_store`, such as `endpoint` and `region`. They
     /// take precedence over environment variables.
     pub settings: Vec<(String, String)>,
-    /// How long batches are collected before they are archived. If a caller waits for a batch, it is archived
+    /// The time for which batches are collected before they are archived. If a caller waits for a batch, it is archived
     /// immediately. Each interval with batches costs one PUT and one GET.
     pub interval: Duration,
     /// The maximum length in bytes of log that is kept for the archive while the bucket is slow or unreachable. If the
-    /// log becomes longer, the archive continues with the next snapshot, and the states in between cannot be restored
-    /// from the archive.
+    /// log becomes longer, the archive continues with the next snapshot, and the states between the last archived batch
+    /// and that snapshot cannot be restored from the archive.
     pub log_len_max: u64,
     /// Whether an open fails if the bucket is unreachable. Otherwise the archive is checked later, and archiving ends
     /// with an error if the archive does not belong to the directory.
@@ -73,7 +73,7 @@ impl ArchiveOptions {
         self
     }
 
-    /// Sets how long batches are collected before they are archived. Default: 1 second.
+    /// Sets the time for which batches are collected before they are archived. Default: 1 second.
     #[must_use]
     pub fn interval(mut self, interval: Duration) -> Self {
         self.interval = interval;

@@ -1,4 +1,4 @@
-//! The URL in the file ARCHIVE, which every build must respect, also one without archives.
+//! The URL in the file ARCHIVE. Every build checks the URL, even a build without the feature `archive`.
 
 use std::io::ErrorKind;
 
@@ -17,8 +17,8 @@ const HEADER_CRC_AT: usize = 60;
 /// Maximum length of the URL in bytes.
 const URL_LEN_MAX: u64 = 4096;
 
-/// Checks that no archive follows the store whenever it is open. Otherwise an open without this archive would commit
-/// batches that the archive lacks, while another machine restores the archive and continues it.
+/// Returns an error if the store is archived while it is open. An open without this archive could commit batches that
+/// the archive lacks, while another machine restores and continues the archive.
 ///
 /// # Errors
 /// [`Error::Archive`] with the URL of the archive. A damaged file ARCHIVE is not an error.

@@ -255,11 +255,12 @@ impl Snapshots {
 
     /// Runs phases 1 to 5: writes a snapshot and publishes it.
     ///
-    /// a. **Prove** the images that were written before their batches were logged, and those that earlier snapshots
-    /// name. The manifest will name these images, so they are read back first (I7). A snapshot whose verification is
-    /// left to the background thread does not wait: its manifest names the images of batches at once, and phase 6 reads
-    /// them back. Until then the previous snapshot and the log after it are kept. However, such a snapshot does wait if
-    /// the previous snapshot has a name, because an open finds the previous snapshot only through its record.
+    /// a. **Prove** the images that were written before their batches were logged, and the images that earlier
+    ///    snapshots name. The manifest will name these images, so they are read back first (I7). A snapshot whose
+    ///    verification is left to the background thread does not wait: its manifest names the images of batches
+    ///    immediately, and phase 6 reads them back. Until then the previous snapshot and the log after it are kept.
+    ///    However, such a snapshot does wait if the previous snapshot has a name, because an open finds the previous
+    ///    snapshot only through its record.
     ///
     /// b. **Begin** (phase 1). This phase determines `redo`, and with it the files that may belong to later batches. A
     /// batch that takes a file number after this phase is above `redo`.

@@ -63,7 +63,7 @@ impl LogOnDisk {
         }
     }
 
-    /// Returns the current start of the log, so that a plan with this start removes none of it.
+    /// Returns the current start of the log. A plan with this start removes no log.
     fn as_it_is(&self) -> (u64, Lsn) {
         (0, self.floor.unwrap_or_default())
     }

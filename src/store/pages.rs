@@ -1,4 +1,4 @@
-//! Looks pages up, leases them and pins them.
+//! Lookups, leases and pins of pages.
 
 use std::sync::Arc;
 

@@ -109,7 +109,7 @@ pub struct Start {
     pub gaps: Vec<Gap>,
 }
 
-/// The result of [`judge`]: where recovery starts, and what is damaged.
+/// The result of [`judge`]: the point at which recovery starts, and all damage.
 #[derive(Debug)]
 pub struct Verdict {
     /// All candidates for the start of recovery, in the order in which recovery tries them.

@@ -33,7 +33,7 @@ pub type AllocateBuffer<'s, B> = &'s dyn Fn(usize) -> io::Result<B>;
 /// the order of their offsets.
 pub type ReadChunks<'s> = &'s dyn Fn(u64, u64, &mut [u8]) -> io::Result<Vec<ChunkSums>>;
 
-/// How a walk reads segments: where its buffers come from, and whether several threads read.
+/// The way in which a walk reads segments: the source of its buffers, and the number of threads.
 #[expect(missing_debug_implementations, reason = "it is functions")]
 pub struct Reading<'s, B> {
     /// The function that allocates the buffers for the bytes of segments.

@@ -39,7 +39,7 @@ pub struct ValueChange {
     /// The Lsn of the batch that changed the bytes. For [`ChangeCause::Snapshot`], the Lsn of the last batch that
     /// changed the page.
     pub lsn: Lsn,
-    /// What changed the bytes.
+    /// The cause of the change.
     pub cause: ChangeCause,
     /// The bytes before the change, or `None` if the page did not exist or did not contain the whole range.
     pub before: Option<Vec<u8>>,

@@ -24,7 +24,7 @@ use crate::names::{FileName, ReadAt};
 use crate::state::follow::Resolution;
 use crate::state::survey::Survey;
 
-/// What the store can compute from a snapshot's manifest on disk.
+/// The states that can be computed from a snapshot's manifest on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// Replay can start from the snapshot. The log after the snapshot is kept, and so are the files that its batches

@@ -50,7 +50,7 @@ pub(crate) struct OpLocation {
     to: u64,
     len: u32,
     crc: u32,
-    /// Whether the location is that of bytes to write at `from`. If false, it is that of an encoded operation.
+    /// Whether the location contains only bytes, to be written at `from`. If false, it contains an encoded operation.
     is_part: bool,
 }
 
@@ -376,8 +376,8 @@ impl OpLocations {
         Ok(whole.into_bytes())
     }
 
-    /// Returns the base of a page if its final bytes are those of the base with the later operations written over them:
-    /// none of the operations changes the length. Returns `None` otherwise.
+    /// Returns the base of a page if none of the later operations changes the length of the page. The final bytes are
+    /// then the bytes of the base, overwritten by these operations. Returns `None` otherwise.
     ///
     /// # Panics
     /// Panics if the page is not in the table of the state.

@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 /// `CU_STREAM_NON_BLOCKING`: the stream and the default stream do not wait for each other.
 const NON_BLOCKING: u32 = 1;
 
-/// How long a waiter spins before it sleeps: a few times the duration of a small list.
+/// The time for which a waiter spins before it sleeps. It is a few times the duration of a small list.
 const SPIN: Duration = Duration::from_micros(40);
 /// The shortest sleep between two checks.
 const SLEEP_MIN: Duration = Duration::from_micros(20);

@@ -1,8 +1,8 @@
 //! Conversion of pieces of work to launches: pieces that may run concurrently, and pieces that must wait.
 //!
 //! Every command that moves or merges bytes is a *piece*: it writes one range and reads others. Pieces are collected in
-//! a batch. The batch ends before a piece that writes an area read by an earlier piece of the batch, or reads an area
-//! written by one. Its pieces then become launches:
+//! a batch. The batch ends before a piece that writes an area which an earlier piece of the batch reads, or that reads
+//! an area which an earlier piece writes. The pieces of the batch then become launches:
 //!
 //! - Pieces whose targets do not overlap are independent, and long ones are split into parts.
 //! - Pieces that overlap keep the order of the list. A hot spot of few bytes becomes one part, which one warp or block

@@ -84,7 +84,8 @@ impl DiskImage {
     }
 
     /// Fills `out` with bytes of the page, starting at `offset`, without verifying them. Returns `false`, with
-    /// unspecified bytes in `out`, if the image does not contain these bytes as they are, or they cannot be read.
+    /// unspecified bytes in `out`, if the image does not contain these bytes uncompressed and contiguously, or if they
+    /// cannot be read.
     pub fn peek(&self, offset: u64, out: &mut [u8]) -> bool {
         let source = DiskSource::new(self.disk.clone());
         let at = self.image.offset.saturating_add(offset);

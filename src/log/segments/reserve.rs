@@ -159,9 +159,9 @@ impl SegmentPool {
         Ok(spares.is_full())
     }
 
-    /// Fills the reserve, as far as the disk has space, before a caller writes about `bytes` bytes to other files. On a
-    /// full disk, freed space goes to the reserve first, because another program could use the space before the next
-    /// open.
+    /// Fills the reserve as much as disk space permits, before a caller writes about `bytes` bytes to other files. On a
+    /// full disk, freed space is first used for the reserve, because another program could use the space before the
+    /// next open.
     pub fn fill(&self, bytes: u64) -> Result<()> {
         loop {
             // If the disk has space for both, the maker thread creates the spares, and the caller does not wait.

@@ -51,8 +51,8 @@ impl Arena {
     /// freed.
     ///
     /// # Errors
-    /// `OverBudget`, also if the total exceeds [`SCRATCH_BYTES_MAX`]; `OutOfMemory`, `Unavailable`, a device error. On
-    /// failure no scratch is allocated.
+    /// `OverBudget`, including the case that the total exceeds [`SCRATCH_BYTES_MAX`]; `OutOfMemory`, `Unavailable`, a
+    /// device error. On failure no scratch is allocated.
     pub(super) fn allocate_scratch(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
         if len == 0 {
             return Ok(Vec::new());

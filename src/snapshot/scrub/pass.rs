@@ -169,8 +169,8 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
-    /// Adds the images of a manifest to those that the pass reads. `batch` is the batch whose replay needs them, or
-    /// `None` if no batch does.
+    /// Adds the images of a manifest to the images that the pass reads. `batch` is the batch whose replay needs them,
+    /// or `None` if no batch does.
     fn want_all(&mut self, manifest: &Manifest, batch: Option<Lsn>) {
         for entry in &manifest.entries {
             let Some(image) = entry.image else { continue };

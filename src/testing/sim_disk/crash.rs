@@ -338,7 +338,8 @@ impl<'a> PendingChanges<'a> {
         picks
     }
 
-    /// Returns at most `picks_max` combinations: first the revealing ones, then random ones.
+    /// Returns at most `picks_max` combinations: first combinations that are likely to reveal faults, then random
+    /// combinations.
     fn some_picks(&self, picks_max: usize, seed: u64) -> Vec<Pick> {
         let mut random = SplitMix(seed);
         let edges = [(0, 0), (u64::MAX, u64::MAX), (u64::MAX, 0), (0, u64::MAX)];

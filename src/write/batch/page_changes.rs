@@ -170,7 +170,7 @@ impl PageChanges {
         }
     }
 
-    /// Completes the open range, and keeps it or splits it into elements, whichever takes less log space.
+    /// Completes the open range. Keeps the range or splits it into elements, whichever takes less log space.
     fn settle(&mut self) {
         let Some(open) = self.open.take() else { return };
         let width = self.width.bytes();

@@ -102,7 +102,7 @@ impl<'r> DemotedReader<'r> {
         Ok(())
     }
 
-    /// Reads the current page, together with the following pages of the chunk as far as they are in the same place.
+    /// Reads the current page, together with the directly following pages of the chunk that are in the same place.
     fn read_group(&mut self) -> Result<()> {
         self.give_back();
         let pages = self.pages();

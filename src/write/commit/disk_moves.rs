@@ -200,8 +200,8 @@ impl Committer {
         Ok(Some(claim))
     }
 
-    /// Returns images of the pages that the batch moves to disk, and writes those that do not exist yet. Returns `None`
-    /// if one of the pages has changed while it was read.
+    /// Returns images of the pages that the batch moves to disk, and writes the missing images. Returns `None` if one
+    /// of the pages has changed while it was read.
     pub(super) fn demoted_pages(
         &self,
         found: &DiskOps,

@@ -32,8 +32,8 @@ use crate::error::{Error, Result};
 use crate::log::Log;
 use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WriteBatch};
 
-/// The resources of a batch that is not plain, in addition to its payload, until the batch is logged. If there are any
-/// captures or images, only the thread that prepared the batch can log it, because it must then record them.
+/// The resources, except the payload, that a batch that is not plain holds until it is logged. If the batch has
+/// captures or images, only the thread that prepared the batch can log it, because that thread must then record them.
 pub(super) struct PreparedBatch<'a> {
     /// The changes that were found in working copies.
     captures: Captures<'a>,

@@ -23,9 +23,9 @@ pub fn open(dir: &Path, create: Create) -> Result<Store, Failure> {
 }
 
 /// Returns the files that an open or a prune would remove because they are not needed. `newest` is the newest state of
-/// `survey`, or `None` if the engine must look for a state that can be opened. `holder` is the process that had the store
-/// open before the survey. Returns an empty set if the engine cannot open the store, because all files of a damaged store
-/// may be evidence.
+/// `survey`, or `None` if the engine must search for a state that can be opened. `holder` is the process that had the
+/// store open before the survey. Returns an empty set if the engine cannot open the store, because all files of a
+/// damaged store may be evidence.
 pub fn unneeded(
     dir: &Path,
     survey: &Survey,

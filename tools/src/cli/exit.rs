@@ -2,7 +2,7 @@
 //!
 //! | code | meaning |
 //! |---|---|
-//! | 0 | success; also if the reader of standard output closed it early, as `head` does |
+//! | 0 | success, including the case that the reader of standard output closed it early, as `head` does |
 //! | 1 | the store is damaged, or differs from its expected content |
 //! | 2 | usage or environment error: options, files, space, permissions |
 //! | 3 | another process has the store open |

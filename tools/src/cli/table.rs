@@ -22,7 +22,8 @@ fn with_columns(header: &[&str], numbers: impl IntoIterator<Item = usize>) -> Ta
     table
 }
 
-/// Creates a table of pages without rows. The columns are those of [`page_cells`], then those in `more`.
+/// Creates a table of pages without rows. Its columns are the columns of [`page_cells`], followed by the columns in
+/// `more`.
 pub fn page_table<const N: usize>(more: [&str; N]) -> Table {
     let header: Vec<&str> = PAGE_COLUMNS.into_iter().chain(more).collect();
     with_columns(&header, [0, 2, 3, 4])

@@ -52,7 +52,7 @@ pub struct Diff {
     memory: MemoryLimit,
 }
 
-/// How a page differs between the two states.
+/// The kind of difference of a page between the two states.
 enum Change {
     Created,
     Deleted,

@@ -83,7 +83,7 @@ struct InexactPage {
     why: Damage,
 }
 
-/// The pages of the salvaged state: those that are proven, and those of which at most an earlier version is proven.
+/// The pages of the salvaged state: the proven pages, and the pages of which at most an earlier version is proven.
 #[derive(Default)]
 struct Remains {
     exact: Vec<PageInfo>,

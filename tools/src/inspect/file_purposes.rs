@@ -11,7 +11,7 @@ use crate::read::partial_view::PartialView;
 use crate::read::scan::Scan;
 use crate::read::store_dir::StoreDir;
 
-/// Why one file of a store directory exists, and whether the file can be deleted.
+/// The reason why a file of a store directory exists, and whether the file can be deleted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reason {
     /// Path relative to the store directory.

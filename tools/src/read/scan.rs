@@ -13,7 +13,7 @@ use remanent_format::log::LogMap;
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{Defect, FileName, Incarnation, LogPoint, Lsn, ReadAt, StoreId};
 
-/// How a frame is related to the frames before it.
+/// The relation of a frame to the frames before it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Chain {
     /// The frame names the chain hash of the previous frame.
@@ -34,7 +34,7 @@ pub enum Chain {
 pub struct ScannedFrame {
     /// The decoded header of the frame.
     pub header: FrameHeader,
-    /// How the frame is related to the previous frames.
+    /// The relation of the frame to the previous frames.
     pub chain: Chain,
     /// The payload, or the reason why it is invalid.
     pub payload: Result<Vec<u8>, Defect>,

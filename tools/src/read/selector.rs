@@ -93,7 +93,7 @@ fn name_of(info: &PageInfo) -> Option<&str> {
     info.metadata.get("name")?.as_str()
 }
 
-/// How well text matches a key.
+/// The quality of a match between a text and a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fit {
     /// The text equals the bytes of the key.

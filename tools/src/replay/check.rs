@@ -96,7 +96,7 @@ impl fmt::Display for Difference {
     }
 }
 
-/// How the epochs of the store are compared with the expected epochs.
+/// The comparison of the store's epochs with the expected epochs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Epochs {
     /// Epochs must be equal.

@@ -33,8 +33,8 @@ pub struct ReplayParams {
     pub device: DeviceChoice,
     /// Whether the child acknowledges a request only when the request is durable.
     pub durable: bool,
-    /// How the child writes the log, or `None` to let the store choose. With [`LogIo::Direct`], every acknowledgement
-    /// means that the request is durable.
+    /// The mode in which the child writes the log, or `None` for the store's default. With [`LogIo::Direct`], every
+    /// acknowledgement means that the request is durable.
     pub log_io: Option<LogIo>,
 }
 

@@ -218,7 +218,7 @@ struct Driver {
     totals: ReplayTotals,
 }
 
-/// Counts of what a replay did, for the line that it prints at the end.
+/// The totals of a replay, for the line that the replay prints at its end.
 #[derive(Clone, Copy, Default)]
 struct ReplayTotals {
     created: u64,

@@ -1,7 +1,7 @@
 //! A temporary file system on a loop device. A point-in-time copy of the device can be made.
 //!
 //! The file of the loop device is on an XFS file system, because XFS can clone files. A clone is a point-in-time copy
-//! of the device, even during writes. Dropping a [`Medium`] unmounts both file systems, also after Ctrl-C.
+//! of the device, even during writes. Dropping a [`Medium`] unmounts both file systems, even after Ctrl-C.
 
 use std::path::{Path, PathBuf};
 

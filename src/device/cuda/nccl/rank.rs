@@ -25,8 +25,8 @@ use crate::error::{Error, NcclError, Result, Unavailable};
 /// The maximum number of ranks. The library passes ranks as C integers.
 const RANKS_MAX: u32 = c_int::MAX as u32;
 
-/// How long a drop waits for the library to free a communicator whose operations are all complete. The library waits
-/// for the other ranks on the host, which may use their communicators for much longer.
+/// The time for which a drop waits for the library to free a communicator whose operations are all complete. The
+/// library waits for the other ranks on the host, which may use their communicators for much longer.
 const FREE_LIMIT: Duration = Duration::from_secs(2);
 
 /// A rank of a communicator, on one GPU.
