@@ -90,9 +90,9 @@ pub trait LocalStore {
     /// to write.
     fn openings(&self) -> Vec<SegmentHeader>;
 
-    /// Returns the chain hash of the frame of a batch, or `None` if the directory does not know the batch. A directory
-    /// knows at least its last archived batch and every later one. The result may include batches that a later opening
-    /// dropped.
+    /// Returns the chain hash of the frame of a batch, or `None` if the directory has no record of the batch. A
+    /// directory has a record of at least its last archived batch and every later batch. The result may include batches
+    /// that a later opening dropped.
     ///
     /// # Errors
     /// Returns an error if the directory cannot be read.

@@ -13,10 +13,11 @@
 //! 3. The contents of an object do not change until the outcome of its create is known (*frozen*).
 //! 4. A writer creates a fence before it uploads anything (*fence*). The fence contains the STORE file, the openings
 //!    since the last archived batch, and a nonce that the directory has recorded durably.
-//! 5. A directory may create a fence only if it has recorded the nonce of the newest fence and knows the named
-//!    snapshots of the archive, if the last archived batch is in its history (*lineage*), and if its next opening does
-//!    not drop this batch (*pred*). A takeover waives the conditions on the nonce and on names, never those on batches.
-//!    A restore, whose directory has no history yet, creates a fence first (a *claim*) and reads the state afterwards.
+//! 5. A directory may create a fence only if it has recorded the nonce of the newest fence, if it contains or contained
+//!    every named snapshot of the archive, if the last archived batch is in its history (*lineage*), and if its next
+//!    opening does not drop this batch (*pred*). A takeover waives the conditions on the nonce and on names, never
+//!    those on batches. A restore, whose directory has no history yet, creates a fence first (a *claim*) and reads the
+//!    state afterwards.
 //! 6. If a writer finds another object at its position, it continues after a boundary, and is superseded after a fence.
 //!    Any other object is damage.
 //! 7. A run contains only frames that are durable (*durable*) and under a mark that is itself durable (*mark*).

@@ -161,7 +161,8 @@ fn remedy_of_nccl(error: &NcclError) -> Remedy {
     }
 }
 
-/// Returns the remedy for a failure of NIXL: install another library, correct the call, or ask the peer again.
+/// Returns the remedy for a failure of NIXL: install another library, correct the call, or send the request to the peer
+/// again.
 fn remedy_of_nixl(error: &NixlError) -> Remedy {
     match error {
         NixlError::NotFound { .. }

@@ -1,7 +1,7 @@
 //! Followers: readers of a store's batches in order, as they are logged, in the same or another process.
 //!
-//! A follower holds no lock and writes nothing. The writer does not know of the follower, so the data that a follower
-//! reads may be unfinished, replaced or recycled at any moment. Three rules make such reads safe:
+//! A follower holds no lock and writes nothing. The writer does not track followers, so the data that a follower reads
+//! may be unfinished, replaced or recycled at any moment. Three rules make such reads safe:
 //!
 //! 1. A returned batch is verified: its frame by its checksums, its position and the chain hash of the previous frame
 //!    (I3). A file that was recycled during the read fails these checks.

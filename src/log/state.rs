@@ -104,9 +104,9 @@ pub(super) struct LogState {
     pub durable: Lsn,
     /// The durable mark in the newest frame.
     pub mark: Lsn,
-    /// The newest proven batch. A batch is proven if a durable mark covers it and the frame with that mark is
-    /// itself durable. Every open then knows that the batch was durable, so no crash lets the log continue after
-    /// an earlier batch (I6).
+    /// The newest proven batch. A batch is proven if a durable mark covers it and the frame with that mark is itself
+    /// durable. Every open can then prove that the batch was durable, so the log never continues after an earlier
+    /// batch, even after a crash (I6).
     pub proven: Lsn,
     /// Whether a thread is syncing. Other threads must wait before they sync.
     pub is_syncing: bool,

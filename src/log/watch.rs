@@ -1,7 +1,7 @@
 //! Waits for growth of the log, for the thread that takes background snapshots.
 //!
 //! The thread sleeps until an append reaches the requested growth. A polling thread would instead wake a CPU of an idle
-//! store, and would notice a burst of commits late.
+//! store, and would detect a burst of commits late.
 
 use remanent_format::Lsn;
 

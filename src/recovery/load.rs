@@ -40,7 +40,7 @@ use crate::options::PageLoad;
 /// The order of the steps matters:
 ///
 /// 1. **Claim** memory for the final table (I10), except for pages with caller-owned memory. If memory were allocated
-///    page by page instead, a table over the budget would be noticed only after gigabytes had been read. With tiers,
+///    page by page instead, a table over the budget would be detected only after gigabytes had been read. With tiers,
 ///    pages that do not fit are first moved to slower places.
 /// 2. **Sort** the pages by their sources.
 /// 3. **Load** images, **allocate** memory and **determine** the files to keep, all concurrently. In sequence,

@@ -50,7 +50,7 @@ struct PieceResult {
 impl<'a> PageMemories<'a> {
     /// Claims the memory of all pages, as one sum per place (I10).
     ///
-    /// If memory were claimed page by page, a table over the budget would be noticed only after most of it is loaded.
+    /// If memory were claimed page by page, a table over the budget would be detected only after most of it is loaded.
     ///
     /// # Errors
     /// `OverBudget` if the pages exceed the budget, or a device error.

@@ -1,9 +1,9 @@
 //! Caller-owned memory: the unsafe constructor, whose caller vouches for the memory, and the driver's checks.
 //!
-//! The driver knows the kind and length of every allocation that it made. Three kinds of memory are therefore rejected
-//! before any access: an address that the driver did not allocate, a range that exceeds its allocation, and memory of
-//! another GPU. A range that is reserved at once and mapped piece by piece, as by an allocator of expandable segments,
-//! counts as one allocation and may lack memory at its end.
+//! The driver records the kind and length of every allocation that it made. Three kinds of memory are therefore
+//! rejected before any access: an address that the driver did not allocate, a range that exceeds its allocation, and
+//! memory of another GPU. A range that is reserved at once and mapped piece by piece, as by an allocator of expandable
+//! segments, counts as one allocation and may lack memory at its end.
 //!
 //! The driver cannot detect that the memory was freed and reallocated in the meantime. The caller prevents this by
 //! passing an owner that keeps the memory alive.
@@ -128,7 +128,7 @@ impl AskedAddress<'_> {
         Ok(Some(end - self.address))
     }
 
-    /// Queries an attribute of the address. Returns `None` if the driver does not know the address.
+    /// Queries an attribute of the address. Returns `None` if the driver has no allocation at the address.
     fn ask<T: Default>(&self, attribute: c_uint) -> Result<Option<T>> {
         let mut value = T::default();
         // SAFETY: the context is current; the value has the type of this attribute, as its uses with the

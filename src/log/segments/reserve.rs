@@ -92,7 +92,7 @@ impl SegmentPool {
     }
 
     /// Returns an error if the disk lacks the space for both the missing reserve and a segment for a user's batch.
-    /// Freed space goes to the reserve first, because otherwise a later open may find no space.
+    /// Freed space is first used for the reserve, because otherwise a later open may find no space.
     pub(super) fn check_reserve_space(&self, spares: &Spares, number: u64, len: u64) -> Result<()> {
         let lacking = spares.lacking() as u64;
         if lacking == 0 {

@@ -126,8 +126,8 @@ impl Arena {
     }
 
     /// Passes the memory of a deleted page to a caller. No command list may use the memory any more. Caller-owned
-    /// memory is returned as the handle that the caller passed. All other memory gets a new id, which readers do not
-    /// know, and stays counted.
+    /// memory is returned as the handle that the caller passed. All other memory gets a new id, which no reader has,
+    /// and stays counted.
     ///
     /// # Errors
     /// A device error. The memory then stays counted.
