@@ -554,7 +554,7 @@ impl<'v> TableView<'v> {
         (state.root.clone(), state.page_count)
     }
 
-    /// Returns the first page with at least id `from` after the view's batch.
+    /// Returns the page with the lowest id not below `from`, in the state after the view's batch.
     pub fn next(&self, from: PageId) -> Option<PageInfo> {
         self.versions.pages.find(from, |page, slot| {
             let state = visible_at(&slot.newest, self.at).ok()?;

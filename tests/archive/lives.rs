@@ -97,7 +97,6 @@ fn close_writes_hint_and_wrong_hint_is_harmless() {
     }
 }
 
-/// Opens without commits leave no gap in the log.
 #[test]
 fn opens_without_commits_leave_no_gap() {
     let bed = Bed::new();

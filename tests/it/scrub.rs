@@ -457,7 +457,7 @@ fn slow_scrub_is_cancelled_at_close() {
     open_scrubbing(&disk, options).close().unwrap();
 }
 
-/// With its limit of one byte per second, the background scrub would take hours.
+/// A manual scrub is not limited to the rate of background scrubs. At one byte per second, it would take hours.
 #[test]
 fn manual_scrub_lifts_background_rate_limit() {
     watched("a scrub by hand", || {

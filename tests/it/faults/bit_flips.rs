@@ -222,7 +222,7 @@ fn open_again(bus: &Bus, flips: &dyn Fn(), options: Options) -> Ended {
     (held, loaded)
 }
 
-/// Sources of pages write to memory before the batch is logged.
+/// The bytes of a page's source are written to memory before the batch is logged.
 #[test]
 fn page_from_source_rejects_bit_flips() {
     /// The bytes of a page in one version.

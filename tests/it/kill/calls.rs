@@ -10,7 +10,7 @@ use super::*;
 use crate::machine::skipped;
 use crate::machine::strace::{self, Fault, Injection, Strace};
 
-/// Kinds of system calls, with their `strace` names and counted per thread. The last kind includes all calls.
+/// The kinds of system calls, by their `strace` names. Calls are counted per thread. The last kind includes all calls.
 const CALLS: [&str; 13] = [
     "pwrite64",
     "pread64",

@@ -484,7 +484,7 @@ fn line_objects(folder: &Path) -> Vec<(PathBuf, LineObject)> {
     files(&folder.join("line")).into_iter().map(decode).collect()
 }
 
-/// Objects with valid checksums that do not fit each other.
+/// An object whose checksum is valid, but which contradicts another object, is reported as defective.
 #[test]
 fn verify_compares_objects_with_each_other() {
     let bed = Bed::new();
@@ -523,7 +523,7 @@ fn verify_compares_objects_with_each_other() {
     }
 }
 
-/// A snapshot that does not fit is refused before the archive is claimed.
+/// A snapshot that is longer than the free disk space is rejected before the archive is claimed.
 #[test]
 fn restore_without_space_does_not_claim_archive() {
     let bed = Bed::new();
