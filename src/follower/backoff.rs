@@ -6,7 +6,7 @@
 //! [`PAUSE_MAX_POLLING`] or [`PAUSE_MAX_NOTIFIED`], because a process may have several hundred followers of idle logs.
 //!
 //! A pause ends early if the system reports that files were written, created or renamed. Buffered and direct logs are
-//! written by system calls, so each of their batches is noticed immediately. Stores into a mapping cause no event, so
+//! written by system calls, so each of their batches is detected immediately. Stores into a mapping cause no event, so
 //! the writer of a mapped log triggers an event for the first batch after an idle period
 //! ([`crate::disk::Disk::notify_watchers`]). That period is shorter than the time during which a follower checks often.
 

@@ -16,7 +16,7 @@
 //! incarnation, the first opening with a higher number determines what happened to the batch, by Lsn and chain hash.
 //! An omitted incarnation contains no batch of its own.
 //!
-//! A batch that cannot be found because a newer snapshot made it obsolete was overtaken.
+//! If a batch cannot be found because a newer snapshot made it obsolete, the follower was overtaken.
 
 use std::sync::Arc;
 

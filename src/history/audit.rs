@@ -1,6 +1,6 @@
 //! The audit: a check that page memory matches the committed batches.
 //!
-//! Only batches may change pages. If a caller's kernel writes to a page, the change remains unnoticed until a crash
+//! Only batches may change pages. If a caller's kernel writes to a page, the change is not detected until a crash
 //! loses it or a snapshot makes it permanent. An audit detects such changes.
 //!
 //! 1. **Open** the current state on disk: the newest snapshot, and the log after it.

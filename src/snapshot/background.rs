@@ -131,7 +131,7 @@ impl BackgroundSnapshots {
     pub fn start(snapshots: Arc<Snapshots>, rules: Rules) -> Result<Self> {
         let thread = if rules.log_bytes.is_some() || rules.interval.is_some() {
             let life = SnapshotLoop(snapshots.clone());
-            // Without snapshots the log would grow forever, so a panic must not go unnoticed.
+            // Without snapshots the log would grow forever, so a panic poisons the store.
             let poisons =
                 PoisonOnPanic { poison: snapshots.engine.poison.clone(), thread: "the thread for snapshots" };
             let thread = threads::start("remanent-snapshot", move || {

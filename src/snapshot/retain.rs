@@ -23,7 +23,7 @@ use crate::images::IMAGE_FILES_MAX;
 use crate::memory::arena::RegisteredFile;
 use crate::options::Retention;
 
-/// The total length of files in bytes from which several threads remove them. The kernel frees the page cache of a
+/// The minimum total length in bytes of files that several threads remove. The kernel frees the page cache of a
 /// removed file page by page, which is slow.
 const LONG_REMOVAL: u64 = 64 << 20;
 const REMOVERS_MAX: usize = 4;

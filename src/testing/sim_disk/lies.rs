@@ -4,8 +4,8 @@
 //! - *Misdirected*: a write is reported as done, but the bytes were written to another sector of any file.
 //! - *Stale*: the write was done, but the first read returns the previous bytes once.
 //!
-//! No sync fails, and the process notices nothing while the page cache contains the data. After the next power cut, the
-//! data comes from the medium.
+//! No sync fails, and reads return the written data while the page cache contains it. After the next power cut, the data
+//! is read from the medium.
 //!
 //! There is one lie at a time, and everything else on the disk is unchanged. A real run might have detected the lie by
 //! reading back from the medium, but the simulation only replays the events of the run. Therefore these states are

@@ -321,7 +321,7 @@ impl<'a> Work<'a> {
     }
 }
 
-/// Ends the process when any thread fails, so that the parent notices the failure. Also ends the process when
+/// Ends the process when any thread fails, so that the parent detects the failure. Also ends the process when
 /// the parent ends, which closes standard input, so that no worker remains.
 pub fn end_with_the_parent() {
     let report = std::panic::take_hook();
