@@ -5,6 +5,8 @@ use std::ops::{Deref, DerefMut};
 use remanent_format::limits::GROUP_ALIGN;
 use zerocopy::FromZeros;
 
+use super::huge_pages;
+
 const ALIGN: usize = GROUP_ALIGN as usize;
 
 /// A zero-initialized buffer for direct I/O. Its address is a multiple of 4096.
@@ -22,10 +24,13 @@ impl AlignedBuf {
         Self::of(vec![0; len + ALIGN - 1], len)
     }
 
-    /// Creates a zeroed buffer of `len` bytes, or returns `None` if the allocation fails.
+    /// Creates a zeroed buffer of `len` bytes, or returns `None` if the allocation fails. The system is advised to back
+    /// a long buffer with huge pages.
     #[must_use]
     pub fn try_new(len: usize) -> Option<Self> {
-        Some(Self::of(u8::new_vec_zeroed(len.checked_add(ALIGN - 1)?).ok()?, len))
+        let mut bytes = u8::new_vec_zeroed(len.checked_add(ALIGN - 1)?).ok()?;
+        huge_pages::advise(&mut bytes);
+        Some(Self::of(bytes, len))
     }
 
     fn of(bytes: Vec<u8>, len: usize) -> Self {

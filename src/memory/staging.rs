@@ -12,10 +12,10 @@ use std::sync::Arc;
 
 use remanent_format::Defect;
 use remanent_format::op::PayloadBytes;
-use zerocopy::FromZeros;
 
 use crate::base::allocation::{collected, make_room, push};
 use crate::base::cache_padded::CachePadded;
+use crate::base::huge_pages;
 use crate::base::sync::Mutex;
 use crate::device::sums::{sum_each, sums_in, sums_len, transfer_corrupted};
 use crate::device::{Command, CommandList, EngineDevice, Lane, Span, Staging, StagingSpan};
@@ -126,7 +126,7 @@ impl StagingPool {
                 GrowthState::Owned { bytes, outgrown: None }
             }
             None => {
-                let bytes = u8::new_vec_zeroed(len).map_err(|_| Error::no_memory(len as u64))?;
+                let bytes = huge_pages::allocate(len).map_err(|_| Error::no_memory(len as u64))?;
                 GrowthState::Zeroed { bytes, len: 0 }
             }
             Some(_) => GrowthState::Staged { staging: self.take(len)?.into_staging(), len: 0 },
