@@ -16,6 +16,7 @@ import remanent
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from remanent._versions.retention import open_store  # noqa: E402
 from remanent.torch import (  # noqa: E402
     Checkpointer,
     ListedVersion,
@@ -196,6 +197,20 @@ def save_on(directory: str, number: int, progress: int) -> int:
         number += 1
         save_file(numbered(number, MIB), directory, keep=2, name="tenth" if number == 10 else None)
         os.write(progress, bytes([number]))
+
+
+def test_open_replays_bounded_log(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves that change the same elements again and again do not make later saves replay more and more of the log."""
+    monkeypatch.setattr("remanent._state.page_tree.REPLAYED_BYTES", 2 * MIB)
+    state = {"w": random_numbers(32 * MIB).clone()}
+    save_file(state, directory)
+    for number in range(8):
+        state["w"][: MIB // 4] = number
+        save_file(state, directory, durable=False)
+        with open_store(directory) as store:
+            assert store.recovered["replayed_bytes"] <= 3 * MIB
+    assert len(versions(directory)) == 9
+    assert bool((load_file(directory)["w"] == state["w"]).all())
 
 
 def test_killed_save_keeps_every_version_complete(directory: str) -> None:

@@ -26,11 +26,13 @@ from remanent._store.errors import DamagedError, NoStateError, TakenError
 from remanent._versions.retention import (
     KEEP_DEFAULT,
     PENDING_BYTES,
+    REPLAYED_BYTES,
     SAVED_AT,
     KeptVersions,
     keep_named,
     log_files,
     open_store,
+    replayed_bytes,
 )
 
 MANIFEST_KEY = "remanent tensors"
@@ -371,8 +373,8 @@ def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: str =
         lsn = store.lsn
         if name is not None:
             keep_named(store, name)
-        elif store.stats()["pending_bytes"] > PENDING_BYTES // 4:
-            # The next open would otherwise have to replay all of it.
+        elif store.stats()["pending_bytes"] > PENDING_BYTES // 4 or replayed_bytes(store) > REPLAYED_BYTES:
+            # The next open would otherwise have to hold or replay all of it.
             store.snapshot(exact=True)
         kept.apply(store, segments)
         return lsn

@@ -272,6 +272,9 @@ def _check_alone(store: _native.Store, listed: Sequence[ListedVersion], name: st
 # The host memory that holds changes of a save until a snapshot; by default, the changes of a single-batch save may take
 # as much.
 PENDING_BYTES = 1 << 30
+# The bytes of log that an open may have to replay. Saves that change the same elements again need no more memory for
+# pending changes, but each adds its bytes to the log.
+REPLAYED_BYTES = 256 << 20
 
 
 def open_store(directory: _Path, *, create: bool = True) -> _native.Store:
@@ -281,3 +284,9 @@ def open_store(directory: _Path, *, create: bool = True) -> _native.Store:
                          memory={"load": "on_demand", "budget": {"disk": PENDING_BYTES}}, log={"spare_bytes": 0},
                          images={"compression": False}, snapshots={"log_bytes": None, "interval": None},
                          retention={"snapshots_kept": _ALL, "log_kept": _ALL_BYTES})
+
+
+def replayed_bytes(store: _native.Store) -> int:
+    """Returns the bytes of log that the next open replays if no snapshot is taken first. The store must have taken no
+    snapshot since it was opened."""
+    return int(store.recovered["replayed_bytes"]) + int(store.stats()["log_bytes"])
