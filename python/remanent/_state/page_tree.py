@@ -46,7 +46,7 @@ _OF_NO_FILE = ("C32", "C128", _PAIRS)
 # The length of a batch in bytes if a save consists of several batches. A longer page gets its own batch.
 _BATCH_BYTES = 64 << 20
 # The number of bytes that one call compares with the pages. A key press such as Ctrl-C takes effect between calls.
-_COMPARED_BYTES = 256 << 20
+_COMPARED_BYTES = 512 << 20
 # A batch may contain this many times `_BATCH_BYTES` of captured blocks, because usually only a small part of them
 # changed. Even if all of them changed, the batch would not exceed the limit of the log.
 _CAPTURED_PARTS = 6
@@ -86,11 +86,12 @@ def update(batch: _native.Batch, updates: Iterable[Update], logged_max: int | No
     """
     changed, group, held = False, [], 0
     for key, block in updates:
-        group.append((key, block.data if block.nbytes else b"", _width_of(block)))
-        held += block.nbytes
-        if held > _COMPARED_BYTES:
+        # A page more than the threads can share evenly would make all of them wait for one.
+        if group and held + block.nbytes > _COMPARED_BYTES:
             changed |= _compare(batch, group, logged_max)
             group, held = [], 0
+        group.append((key, block.data if block.nbytes else b"", _width_of(block)))
+        held += block.nbytes
     return _compare(batch, group, logged_max) or changed
 
 
