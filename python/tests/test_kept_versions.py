@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -211,6 +213,45 @@ def test_open_replays_bounded_log(directory: str, monkeypatch: pytest.MonkeyPatc
             assert store.recovered["replayed_bytes"] <= 3 * MIB
     assert len(versions(directory)) == 9
     assert bool((load_file(directory)["w"] == state["w"]).all())
+
+
+class WithoutSnapshots:
+    """A store on a disk with room for batches and none for snapshots."""
+
+    def __init__(self, store: remanent.Store) -> None:
+        self._store = store
+        self.refused = 0
+
+    def snapshot(self, *args: object, **options: object) -> int:
+        self.refused += 1
+        raise remanent.DiskFullError("the disk is full", remedy="free space")
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._store
+
+    def __getitem__(self, key: str) -> bytes:
+        return self._store[key]
+
+
+def test_save_succeeds_without_room_for_snapshot(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot that only makes the next save faster does not fail a save whose version is durable."""
+    monkeypatch.setattr("remanent._state.page_tree.REPLAYED_BYTES", 0)
+    stores = []
+
+    @contextlib.contextmanager
+    def opened(path: str) -> Iterator[WithoutSnapshots]:
+        with open_store(path) as store:
+            stores.append(WithoutSnapshots(store))
+            yield stores[-1]
+
+    monkeypatch.setattr("remanent._state.page_tree.open_store", opened)
+    for number in (1, 2):
+        assert save_file(numbered(number), directory) == number
+        assert number_of(directory) == number
+    assert [store.refused for store in stores] == [1, 1]
 
 
 def test_killed_save_keeps_every_version_complete(directory: str) -> None:

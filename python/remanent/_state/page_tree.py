@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from remanent._state import plain_values
 from remanent._store import _native
 from remanent._store._native import ArrayLayout, Block
-from remanent._store.errors import DamagedError, NoStateError, TakenError
+from remanent._store.errors import DamagedError, DiskFullError, NoStateError, TakenError
 from remanent._versions.retention import (
     KEEP_DEFAULT,
     PENDING_BYTES,
@@ -375,8 +375,10 @@ def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: str =
         if name is not None:
             keep_named(store, name)
         elif store.stats()["pending_bytes"] > PENDING_BYTES // 4 or replayed_bytes(store) > REPLAYED_BYTES:
-            # The next open would otherwise have to hold or replay all of it.
-            store.snapshot(exact=True)
+            # The next open would otherwise have to hold or replay all of it. The version is durable without the snapshot,
+            # so a full disk only makes the next save slower.
+            with contextlib.suppress(DiskFullError):
+                store.snapshot(exact=True)
         kept.apply(store, segments)
         return lsn
 
