@@ -236,9 +236,11 @@ class WithoutSnapshots:
         return self._store[key]
 
 
-def test_save_succeeds_without_room_for_snapshot(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot that only makes the next save faster does not fail a save whose version is durable."""
-    monkeypatch.setattr("remanent._state.page_tree.REPLAYED_BYTES", 0)
+@pytest.mark.parametrize(("keep", "replayed", "refused"), [(None, 0, 1), (1, MIB, 1), (1, 0, 2)])
+def test_save_succeeds_without_room_for_snapshot(directory: str, monkeypatch: pytest.MonkeyPatch, keep: int | None,
+                                                 replayed: int, refused: int) -> None:
+    """A snapshot that only makes the next save faster, or old versions removable, does not fail a complete save."""
+    monkeypatch.setattr("remanent._state.page_tree.REPLAYED_BYTES", replayed)
     stores = []
 
     @contextlib.contextmanager
@@ -248,10 +250,11 @@ def test_save_succeeds_without_room_for_snapshot(directory: str, monkeypatch: py
             yield stores[-1]
 
     monkeypatch.setattr("remanent._state.page_tree.open_store", opened)
-    for number in (1, 2):
-        assert save_file(numbered(number), directory) == number
+    for number in (1, 2, 3):
+        assert save_file(numbered(number), directory, keep=keep) == number
         assert number_of(directory) == number
-    assert [store.refused for store in stores] == [1, 1]
+    assert [store.refused for store in stores] == [refused] * 3
+    assert len(versions(directory)) == 3
 
 
 def test_killed_save_keeps_every_version_complete(directory: str) -> None:

@@ -86,8 +86,8 @@ def update(batch: _native.Batch, updates: Iterable[Update], logged_max: int | No
     """
     changed, group, held = False, [], 0
     for key, block in updates:
-        # A page more than the threads can share evenly would make all of them wait for one.
-        if group and held + block.nbytes > _COMPARED_BYTES:
+        # With one page too many, all other threads would wait for the one that compares it.
+        if held >= _COMPARED_BYTES:
             changed |= _compare(batch, group, logged_max)
             group, held = [], 0
         group.append((key, block.data if block.nbytes else b"", _width_of(block)))
@@ -375,8 +375,8 @@ def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: str =
         if name is not None:
             keep_named(store, name)
         elif store.stats()["pending_bytes"] > PENDING_BYTES // 4 or replayed_bytes(store) > REPLAYED_BYTES:
-            # The next open would otherwise have to hold or replay all of it. The version is durable without the snapshot,
-            # so a full disk only makes the next save slower.
+            # The next open would otherwise have to hold or replay all of it. The version is complete without the
+            # snapshot, so a full disk only makes the next save slower.
             with contextlib.suppress(DiskFullError):
                 store.snapshot(exact=True)
         kept.apply(store, segments)

@@ -7,6 +7,7 @@ are removed together. A version with a name has a snapshot of its own, which nee
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import time
@@ -14,7 +15,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from remanent._store import _native
-from remanent._store.errors import InvalidError, NoStateError, RefusedError
+from remanent._store.errors import DiskFullError, InvalidError, NoStateError, RefusedError
 from remanent._versions.run_versions import unnamed
 
 _Path = str | os.PathLike[str]
@@ -111,7 +112,9 @@ class KeptVersions:
             return
         used = _disk_bytes(store, segments) if self.nbytes is not None else 0
         if self._is_snapshot_due(store, used):
-            store.snapshot(exact=True)
+            # On a full disk, fewer versions are removed. The newest one is complete without the snapshot.
+            with contextlib.suppress(DiskFullError):
+                store.snapshot(exact=True)
         if self.count is not None:
             _remove(store, _snapshots_from(store, self._oldest(store, self.count)))
         if self.nbytes is not None and used > self.nbytes:
@@ -272,8 +275,8 @@ def _check_alone(store: _native.Store, listed: Sequence[ListedVersion], name: st
 # The host memory that holds changes of a save until a snapshot; by default, the changes of a single-batch save may take
 # as much.
 PENDING_BYTES = 1 << 30
-# The bytes of log that an open may have to replay. Saves that change the same elements again need no more memory for
-# pending changes, but each adds its bytes to the log.
+# The bytes of log that an open may have to replay. Saves that change the same elements again use no additional memory
+# for pending changes, but each adds its bytes to the log.
 REPLAYED_BYTES = 256 << 20
 
 
