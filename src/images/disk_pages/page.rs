@@ -20,9 +20,8 @@ use crate::memory::staging::StagingPool;
 pub(super) const BLOCK_LEN: usize = 512;
 const WORDS: usize = BLOCK_LEN / 64;
 /// The minimum and the maximum number of consecutive whole blocks of one write that share an allocation. Single
-/// allocations for the blocks of long writes took most of the time of applying them. With allocations of 64 KiB, the
-/// allocator grew its heap by one system call for each page of memory.
-const RUN_BLOCKS: [usize; 2] = [8, 8192];
+/// allocations for the blocks of long writes took most of the time of applying them.
+const RUN_BLOCKS: [usize; 2] = [8, 128];
 /// The number of bytes that are read at a time when all bytes of a page are processed.
 const READ_AT_ONCE: u64 = 4 << 20;
 
@@ -196,8 +195,8 @@ impl DiskPage {
         }
     }
 
-    /// Copies the remaining blocks of a run to shorter runs and single blocks if less than half of the run is in use.
-    /// Otherwise one block could keep the memory of all others. `first` is the number of the run's first block.
+    /// Copies the remaining blocks of a run to blocks of their own if less than half of the run is in use. Otherwise
+    /// one block could keep the memory of all others. `first` is the number of the run's first block.
     fn split_if_sparse(&mut self, run: &Arc<Run>, first: u64) {
         // The caller's own reference is not a use.
         let uses = Arc::strong_count(run) - 1;
@@ -212,22 +211,9 @@ impl DiskPage {
             }
         }
         // While clones use the run, copies would only need more memory.
-        if own.len() != uses {
-            return;
-        }
-        for part in own.chunk_by_mut(|(before, _), (index, _)| before + 1 == *index) {
-            let indices = part[0].0..part[0].0 + part.len();
-            if part.len() < RUN_BLOCKS[0] {
-                for (index, written) in part {
-                    **written = Written::Block(Arc::new(run.block(*index)));
-                }
-                continue;
-            }
-            let bytes = &run.bytes[indices.start * BLOCK_LEN..indices.end * BLOCK_LEN];
-            let shorter = Arc::new(Run::new(bytes, run.pending.clone()));
-            for (index, written) in part {
-                **written = Written::InRun(shorter.clone(), *index - indices.start);
-            }
+        if own.len() == uses {
+            own.into_iter()
+                .for_each(|(index, written)| *written = Written::Block(Arc::new(run.block(index))));
         }
     }
 

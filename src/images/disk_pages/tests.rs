@@ -276,31 +276,6 @@ fn blocks_of_long_writes_do_not_keep_each_others_memory() {
     assert_eq!(images.pages.pending_bytes(), 0);
 }
 
-/// If less than half of a run is left, the memory of the overwritten blocks is freed. Blocks that follow each other
-/// still share memory.
-#[test]
-fn remaining_blocks_of_a_run_share_memory() {
-    let (blocks, block) = (1000, page::BLOCK_LEN);
-    let images = Images::new();
-    let mut page = images.pages.zeros((blocks * block) as u64);
-    let mut plain = drawn(1, blocks * block);
-    page.apply(&Op::Write { page: PAGE, offset: 0, bytes: &plain });
-    let whole = images.pages.pending_bytes();
-    for (first, count) in [(100, 300), (500, 280)] {
-        let (offset, bytes) = (first * block, drawn(first as u8, count * block));
-        plain[offset..offset + bytes.len()].copy_from_slice(&bytes);
-        page.apply(&Op::Write { page: PAGE, offset: offset as u64, bytes: &bytes });
-        assert_eq!(read_all(&page), plain);
-    }
-    assert_eq!(images.pages.pending_bytes(), whole, "each block is in one run");
-    // Fewer blocks than a run has are single ones, which take more memory.
-    page.apply(&Op::Write { page: PAGE, offset: (4 * block) as u64, bytes: &[7; 100] });
-    plain[4 * block..4 * block + 100].fill(7);
-    assert_eq!(read_all(&page), plain);
-    drop(page);
-    assert_eq!(images.pages.pending_bytes(), 0);
-}
-
 /// A committer waits while a snapshot that can free host memory is coming. Without such a snapshot, the claim fails.
 #[test]
 fn room_is_awaited_only_if_it_can_free_up() {
