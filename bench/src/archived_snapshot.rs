@@ -1,7 +1,10 @@
 //! The part of `remanent-bench archive` that measures the upload and the restore of a snapshot. The ceilings are loops
 //! of the same requests with the same client.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -23,6 +26,11 @@ use crate::transfer;
 const REQUESTS: usize = 8;
 /// The length in bytes of an object that a loop creates, which is the maximum length of a part in an archive.
 const OBJECT_LEN: usize = 8 << 20;
+/// The length in bytes of a file that the loop of the disk writes, and of its reads.
+const FILE_LEN: u64 = 64 << 20;
+const READ_LEN: usize = 1 << 20;
+/// The number of threads of the loop of the disk, as of a restore.
+const DISK_THREADS: usize = 2;
 const PAGE_LEN: u64 = 1 << 20;
 const NAME: &str = "benchmark";
 
@@ -31,6 +39,7 @@ pub struct SnapshotFigures {
     puts: Figure,
     upload: Figure,
     gets: Figure,
+    disk: Figure,
     restore: Figure,
     len: u64,
 }
@@ -45,6 +54,7 @@ impl SnapshotFigures {
             puts: figure("a loop of PUT requests", None),
             upload: figure("upload", Some("a loop of PUT requests")),
             gets: figure("a loop of GET requests", None),
+            disk: figure("a loop that writes, syncs and reads files", None),
             restore: figure("restore", Some("a loop of GET requests")),
             len,
         }
@@ -70,6 +80,8 @@ impl SnapshotFigures {
         store.close()?;
         let (read, took) = get_objects(&open(archive)?)?;
         self.gets.push(rate(read, took));
+        let (written, took) = write_files(&room.path("written"), read)?;
+        self.disk.push(rate(written, took));
         let target = room.path("restored");
         let arguments = ["restore", &target.display().to_string(), "--from", &archive.url];
         let begun = Instant::now();
@@ -83,7 +95,7 @@ impl SnapshotFigures {
     pub fn into_group(self) -> Group {
         Group {
             title: format!("a snapshot of {} MiB", self.len >> 20),
-            figures: vec![self.puts, self.upload, self.gets, self.restore],
+            figures: vec![self.puts, self.upload, self.gets, self.disk, self.restore],
         }
     }
 }
@@ -139,23 +151,54 @@ fn get_objects(bucket: &RemoteBucket) -> Result<(u64, Duration), BenchStop> {
     Ok((read.into_inner() as u64, begun.elapsed()))
 }
 
+/// Writes at least `len` bytes to files in a new folder, syncs them, and reads them back from the medium, as a restore
+/// does. Returns their total length in bytes, and the time that this took.
+fn write_files(folder: &Path, len: u64) -> Result<(u64, Duration), BenchStop> {
+    fs::create_dir(folder)?;
+    let bytes = transfer::random(OBJECT_LEN);
+    let files: Vec<_> = (0..len.div_ceil(FILE_LEN)).map(|index| folder.join(index.to_string())).collect();
+    let begun = Instant::now();
+    work_on(&files, DISK_THREADS, |path| -> io::Result<()> {
+        let file = File::options().read(true).write(true).create_new(true).open(path)?;
+        for offset in (0..FILE_LEN).step_by(OBJECT_LEN) {
+            file.write_all_at(&bytes, offset)?;
+        }
+        file.sync_all()?;
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
+        let mut piece = vec![0; READ_LEN];
+        (0..FILE_LEN).step_by(READ_LEN).try_for_each(|offset| file.read_exact_at(&mut piece, offset))
+    })?;
+    let took = begun.elapsed();
+    fs::remove_dir_all(folder)?;
+    Ok((files.len() as u64 * FILE_LEN, took))
+}
+
 /// Calls `request` with each key, in [`REQUESTS`] concurrent threads.
 fn for_each(
     keys: &[ObjectKey],
     request: impl Fn(ObjectKey) -> Result<(), BucketError> + Sync,
 ) -> Result<(), BenchStop> {
+    work_on(keys, REQUESTS, |key| request(*key)).map_err(refused)
+}
+
+/// Calls `work` with each item, in concurrent threads.
+fn work_on<T: Sync, E: Send>(
+    items: &[T],
+    threads: usize,
+    work: impl Fn(&T) -> Result<(), E> + Sync,
+) -> Result<(), E> {
     let next = AtomicUsize::new(0);
-    let work = || {
-        while let Some(key) = keys.get(next.fetch_add(1, Ordering::Relaxed)) {
-            request(*key)?;
+    let run = || {
+        while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+            work(item)?;
         }
         Ok(())
     };
-    let finished: Vec<Result<(), BucketError>> = thread::scope(|scope| {
-        let threads: Vec<_> = (0..REQUESTS).map(|_| scope.spawn(work)).collect();
+    let finished: Vec<Result<(), E>> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(run)).collect();
         threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
     });
-    finished.into_iter().collect::<Result<(), _>>().map_err(refused)
+    finished.into_iter().collect()
 }
 
 fn refused(error: BucketError) -> BenchStop {

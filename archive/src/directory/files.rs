@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
+use std::num::NonZero;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -11,8 +12,12 @@ use super::unfetched::UnfetchedParts;
 use crate::local::FilePiece;
 use crate::object::{Crc64, PART_LEN_MAX, Part, Role, crc64};
 
-/// Maximum length in bytes of one read when a part is only verified.
-const CHECK_LEN: usize = 1 << 20;
+/// Maximum length of a read whose bytes are summed. They are still in the cache of the core then.
+const CHECK_LEN: usize = 256 << 10;
+/// Maximum length of extents that are written together. Longer extents are written without a copy.
+const WRITE_LEN: usize = 256 << 10;
+/// Maximum distance of extents that are written together.
+const GAP_MAX: usize = 8 << 10;
 
 /// The files of a store directory.
 #[derive(Clone, Debug)]
@@ -54,6 +59,39 @@ impl StoreFiles {
     pub fn write_at(&self, file: FileName, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let open = OpenOptions::new().write(true).create(true).truncate(false).open(self.path(file));
         open.and_then(|open| open.write_all_at(bytes, offset)).map_err(|error| named(file, &error))
+    }
+
+    /// Writes extents in the order of their offsets, without syncing. Short extents are written together, with zeros
+    /// between them. Returns the total length of the extents in bytes.
+    pub fn write_extents<'b>(
+        &self,
+        file: FileName,
+        extents: impl Iterator<Item = (u64, &'b [u8])>,
+    ) -> io::Result<u64> {
+        let open = OpenOptions::new().write(true).create(true).truncate(false).open(self.path(file));
+        let open = open.map_err(|error| named(file, &error))?;
+        let write =
+            |offset, bytes: &[u8]| open.write_all_at(bytes, offset).map_err(|error| named(file, &error));
+        let (mut start, mut joined, mut len) = (0, Vec::new(), 0);
+        for (offset, bytes) in extents {
+            len += bytes.len() as u64;
+            let gap = offset.saturating_sub(start + joined.len() as u64) as usize;
+            if !joined.is_empty() && (gap > GAP_MAX || joined.len() + gap + bytes.len() > WRITE_LEN) {
+                write(start, &joined)?;
+                joined.clear();
+            }
+            if bytes.len() >= WRITE_LEN {
+                write(offset, bytes)?;
+                continue;
+            }
+            if joined.is_empty() {
+                start = offset;
+            }
+            joined.resize((offset - start) as usize, 0);
+            joined.extend_from_slice(bytes);
+        }
+        write(start, &joined)?;
+        Ok(len)
     }
 
     /// Sets the length of a file.
@@ -166,15 +204,26 @@ impl StoreFiles {
         let mut bytes = Vec::new();
         let sum = |piece: &FilePiece| {
             bytes.resize(piece.len, 0);
-            self.read_piece(piece, &mut bytes)?;
-            Ok(piece.part(crc64(&bytes)))
+            Ok(piece.part(self.read_piece(piece, &mut bytes)?))
         };
         pieces.iter().map(sum).collect()
     }
 
-    /// Fills `out` with the bytes of a piece.
-    pub fn read_piece(&self, piece: &FilePiece, out: &mut [u8]) -> io::Result<()> {
-        self.read_at(file_of(piece.role, piece.file)?, piece.offset, out)
+    /// Fills `out` with the bytes of a piece, and returns their CRC-64.
+    pub fn read_piece(&self, piece: &FilePiece, out: &mut [u8]) -> io::Result<u64> {
+        let file = file_of(piece.role, piece.file)?;
+        let open = self.open(file)?;
+        // The next pieces are read from the medium while this one is summed and sent.
+        let (next, len) = (piece.offset + piece.len as u64, 2 * PART_LEN_MAX as u64);
+        let advised = rustix::fs::fadvise(&open, next, NonZero::new(len), rustix::fs::Advice::WillNeed);
+        advised.map_err(|errno| named(file, &errno.into()))?;
+        let (mut digest, mut offset) = (Crc64::new(), piece.offset);
+        for bytes in out.chunks_mut(CHECK_LEN) {
+            open.read_exact_at(bytes, offset).map_err(|error| named(file, &error))?;
+            digest.write(bytes);
+            offset += bytes.len() as u64;
+        }
+        Ok(digest.sum())
     }
 
     /// Verifies the checksum of a part, reading a few bytes at a time. Returns an error if the checksum does not match.

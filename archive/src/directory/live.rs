@@ -60,11 +60,11 @@ impl ArchivedDirectory {
         pieces
     }
 
-    /// Fills `out` with the bytes of a piece of a file.
+    /// Fills `out` with the bytes of a piece of a file, and returns their CRC-64.
     ///
     /// # Errors
-    /// Returns an error if the directory cannot be read.
-    pub fn read_piece(&self, piece: &FilePiece, out: &mut [u8]) -> io::Result<()> {
+    /// Returns the error of reading from the disk.
+    pub fn read_piece(&self, piece: &FilePiece, out: &mut [u8]) -> io::Result<u64> {
         self.files.read_piece(piece, out)
     }
 }

@@ -11,7 +11,8 @@
 //! |---|---|
 //! | `view.rs` | writes the temporary directory of a view, without image files |
 //! | `restore.rs` | writes the parts and frames of a restored directory |
-//! | `part_writers.rs` | threads that write parts of image files and read them back |
+//! | `part_writers.rs` | threads that write frames and parts of image files, and read the parts back |
+//! | `threads.rs` | the number of these threads, and other work on several threads |
 //! | `opening.rs` | completes a restore: opening, verification, STORE |
 //! | `unfetched.rs` | the file UNFETCHED |
 //! | `live.rs` | reads the directory of a store that this process has open |
@@ -24,6 +25,7 @@
 mod view;
 mod restore;
 mod part_writers;
+mod threads;
 mod opening;
 mod unfetched;
 mod live;

@@ -1,7 +1,7 @@
 //! Completes a restore: writes the directory's own opening, verifies all files from the medium, and publishes STORE
 //! (rule 24).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::io;
 
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal};
@@ -16,9 +16,11 @@ use super::files::{file_of, invalid};
 use super::random_number;
 use super::record::ArchiveRecord;
 use super::restore::{RestoredSegment, RestoredState};
+use super::threads::for_each;
 use super::unfetched::UnfetchedParts;
 use crate::line::{ListedPart, RestoredEnd};
 use crate::local::FenceRecord;
+use crate::object::Part;
 
 /// A restored named snapshot and its manifest.
 #[derive(Clone, Copy, Debug)]
@@ -255,37 +257,44 @@ impl RestoredState<'_> {
     /// Syncs all files and folders, and reads back from the medium all bytes that were not read back yet (I7).
     fn sync_and_prove(&self, store: &StoreFile, segments: &[u64], named: &[NamedManifest]) -> io::Result<()> {
         let files: BTreeSet<_> = self.parts.keys().map(|(role, file, _)| (*role, *file)).collect();
-        for (role, file) in files {
-            self.files.sync_and_drop_cache(file_of(role, file)?)?;
-        }
-        for segment in segments {
-            self.files.sync_and_drop_cache(FileName::Segment(*segment))?;
-        }
+        let mut written: Vec<FileName> =
+            files.into_iter().map(|(role, file)| file_of(role, file)).collect::<io::Result<_>>()?;
+        written.extend(segments.iter().map(|segment| FileName::Segment(*segment)));
+        for_each(&written, |file| self.files.sync_and_drop_cache(*file))?;
         for folder in [Folder::Log, Folder::Pages, Folder::Snapshots, Folder::Root] {
             self.files.sync_folder(folder)?;
         }
-        for part in self.unproven_parts() {
-            self.files.check_part(part)?;
-        }
+        let parts: Vec<&Part> = self.unproven_parts().collect();
+        for_each(&parts, |part| self.files.check_part(part))?;
         self.prove_log(store, named)
     }
 
-    /// Verifies the restored log: reads it up to the directory's own opening, once from each snapshot from which replay
-    /// can start.
+    /// Reads the restored log up to the directory's own opening, from each snapshot from which replay can start. Each
+    /// walk ends where another one begins, so that the walks run concurrently and each batch is read once.
     fn prove_log(&self, store: &StoreFile, named: &[NamedManifest]) -> io::Result<()> {
         let map = LogMap::read(self.files, store.store).map_err(invalid)?;
         let start = match self.start.filter(|_| self.manifest.is_some()) {
             Some(redo) => redo,
             None => map.beginning().ok_or_else(|| invalid("the restored log has no beginning"))?,
         };
-        self.prove_walk(&map, start)?;
-        let starts = named.iter().map(|named| named.redo).filter(|redo| redo.lsn >= start.lsn);
-        starts.filter(|redo| *redo != start).try_for_each(|redo| self.prove_walk(&map, redo))
+        let mut starts = vec![start];
+        starts.extend(named.iter().map(|named| named.redo).filter(|redo| redo.lsn >= start.lsn));
+        starts.extend(&self.points);
+        let known: HashSet<LogPoint> = starts.drain(..).collect();
+        starts.extend(&known);
+        // The last walks may be the longest ones.
+        starts.sort_unstable_by_key(|start| (start.lsn, start.segment, start.offset));
+        for_each(&starts, |start| self.prove_walk(&map, *start, &known))
     }
 
-    fn prove_walk(&self, map: &LogMap, start: LogPoint) -> io::Result<()> {
+    /// Reads the log from `start` to the end of a batch in `known`, or to the last batch.
+    fn prove_walk(&self, map: &LogMap, start: LogPoint, known: &HashSet<LogPoint>) -> io::Result<()> {
         let mut walk = LogWalk::new(self.files, map, start, Lsn(0)).map_err(invalid)?;
-        while walk.next().map_err(invalid)?.is_some() {}
+        while let Some(frame) = walk.next().map_err(invalid)? {
+            if frame.header.kind == FrameKind::Batch && known.contains(&frame.end) {
+                return Ok(());
+            }
+        }
         let LogPoint { lsn, chain, .. } = walk.end().map(|end| end.proven).unwrap_or_default();
         if (lsn, chain) == (self.batch.lsn, self.batch.chain) {
             return Ok(());

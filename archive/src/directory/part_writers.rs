@@ -1,29 +1,63 @@
-//! Threads that write parts of image files and read the parts back while the next parts are received.
+//! Threads that write frames and parts of image files, and read the parts back, while further ones are received.
 
 use std::collections::BTreeSet;
 use std::io;
 use std::mem;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
+use remanent_format::FileName;
+
 use super::files::{StoreFiles, file_of};
+use super::restore::Durability;
+use super::threads;
 use crate::object::{Part, Payload};
 
-/// Maximum number of threads. Each one has at most one part in memory.
-const THREADS_MAX: usize = 4;
-/// Number of bytes that a thread writes before it syncs them and reads them back.
+/// Number of bytes that a thread writes before it syncs them and reads parts back.
 const PROVE_EVERY: u64 = 64 << 20;
 
-/// The channel from which the threads receive parts.
-type PartReceiver = Mutex<Receiver<(Part, Payload)>>;
+/// The channel from which the threads take parts and frames.
+type PartReceiver = Mutex<Receiver<Job>>;
 
-/// The threads that write the parts of one restore. Dropping this value discards the parts that are not written yet.
+/// A write to a file.
+#[derive(Debug)]
+enum Job {
+    Part(Part, Payload),
+    Frames(Extents, Arc<Payload>),
+}
+
+/// The frames of a segment that a piece contains, in the order of their offsets.
+#[derive(Debug)]
+pub(super) struct Extents {
+    pub segment: u64,
+    /// For each extent: its offset in the segment, and its bytes in the piece.
+    extents: Vec<(u64, Range<usize>)>,
+}
+
+impl Extents {
+    pub fn new(segment: u64, offset: u64, bytes: Range<usize>) -> Self {
+        Self { segment, extents: vec![(offset, bytes)] }
+    }
+
+    /// Adds a frame. Frames that follow each other both in the segment and in the piece become one extent.
+    pub fn push(&mut self, offset: u64, bytes: Range<usize>) {
+        match self.extents.last_mut() {
+            Some((last, known)) if *last + known.len() as u64 == offset && known.end == bytes.start => {
+                known.end = bytes.end;
+            }
+            _ => self.extents.push((offset, bytes)),
+        }
+    }
+}
+
+/// The threads that write the files of one restore. Dropping the value discards what is not written yet.
 #[derive(Debug)]
 pub(super) struct PartWriters {
     /// `Some` until the threads are stopped.
-    parts: Option<SyncSender<(Part, Payload)>>,
+    parts: Option<SyncSender<Job>>,
     threads: Vec<JoinHandle<io::Result<Vec<Part>>>>,
     shared: Arc<Shared>,
     /// The receiving end of `parts`, or `None` after the threads were started. From then on, only the threads hold the
@@ -31,22 +65,31 @@ pub(super) struct PartWriters {
     receiver: Option<Arc<PartReceiver>>,
 }
 
+/// What a thread wrote since it last synced.
+#[derive(Default)]
+struct Written {
+    parts: Vec<Part>,
+    segments: BTreeSet<u64>,
+}
+
 #[derive(Debug)]
 struct Shared {
     files: StoreFiles,
-    /// Number of parts that the threads have received and not yet written.
+    durability: Durability,
+    /// Number of parts and pieces of frames that the threads received and did not write yet.
     in_memory: AtomicUsize,
     /// Whether a thread has failed, or the parts are discarded.
     is_stopped: AtomicBool,
 }
 
 impl PartWriters {
-    /// Creates writers for the files of a directory. The first part starts the threads.
-    pub fn new(files: &StoreFiles) -> Self {
-        // The channel has no buffer, so that `in_memory` counts each part in memory.
+    /// Creates the writers of the files of a directory. The first part starts the threads.
+    pub fn new(files: &StoreFiles, durability: Durability) -> Self {
+        // Without a buffer, so that each part in memory is counted.
         let (parts, receiver) = sync_channel(0);
         let shared = Shared {
             files: files.clone(),
+            durability,
             in_memory: AtomicUsize::new(0),
             is_stopped: AtomicBool::new(false),
         };
@@ -60,24 +103,36 @@ impl PartWriters {
     /// # Errors
     /// Returns the first error of a thread.
     pub fn write(&mut self, part: Part, bytes: Payload) -> io::Result<()> {
+        self.send(Job::Part(part, bytes))
+    }
+
+    /// Passes frames of `piece` to a thread, like [`write`](Self::write).
+    ///
+    /// # Errors
+    /// Returns the first error of a thread.
+    pub fn write_frames(&mut self, extents: Extents, piece: Arc<Payload>) -> io::Result<()> {
+        self.send(Job::Frames(extents, piece))
+    }
+
+    fn send(&mut self, job: Job) -> io::Result<()> {
         if let Some(receiver) = self.receiver.take() {
             self.start(&receiver)?;
         }
         self.shared.in_memory.fetch_add(1, Ordering::Relaxed);
         let is_stopped = self.shared.is_stopped.load(Ordering::Relaxed);
-        if is_stopped || self.parts.as_ref().is_none_or(|parts| parts.send((part, bytes)).is_err()) {
+        if is_stopped || self.parts.as_ref().is_none_or(|parts| parts.send(job).is_err()) {
             self.join()?;
             return Err(io::Error::other("the threads of the restore have ended"));
         }
         Ok(())
     }
 
-    /// Returns the number of parts that are not written yet.
+    /// Returns the number of parts and pieces of frames that are not written yet.
     pub fn parts_in_memory(&self) -> usize {
         self.shared.in_memory.load(Ordering::Relaxed)
     }
 
-    /// Waits until all parts are written and read back, and returns them.
+    /// Waits until everything is written and all parts are read back. Returns the parts.
     ///
     /// # Errors
     /// Returns the first error of a thread.
@@ -86,8 +141,7 @@ impl PartWriters {
     }
 
     fn start(&mut self, receiver: &Arc<PartReceiver>) -> io::Result<()> {
-        let cores = thread::available_parallelism().map_or(1, usize::from);
-        for _ in 0..cores.clamp(2, THREADS_MAX) {
+        for _ in 0..threads::count() {
             let (shared, receiver) = (self.shared.clone(), receiver.clone());
             let thread = thread::Builder::new().name("remanent-restore".to_owned());
             self.threads.push(thread.spawn(move || shared.run(&receiver))?);
@@ -119,7 +173,7 @@ impl Drop for PartWriters {
 }
 
 impl Shared {
-    /// Runs a thread: writes parts until there are no more parts. Returns the parts that the thread has read back.
+    /// Writes until there is nothing more to write. Returns the parts that were read back.
     fn run(&self, receiver: &PartReceiver) -> io::Result<Vec<Part>> {
         let result = self.write_parts(receiver);
         if result.is_err() {
@@ -129,13 +183,21 @@ impl Shared {
     }
 
     fn write_parts(&self, receiver: &PartReceiver) -> io::Result<Vec<Part>> {
-        let (mut proven, mut written, mut len) = (Vec::new(), Vec::new(), 0);
-        while let Some((part, bytes)) = self.receive(receiver) {
-            self.files.write_at(file_of(part.role, part.file)?, part.offset, &bytes)?;
-            drop(bytes);
+        let (mut proven, mut written, mut len) = (Vec::new(), Written::default(), 0);
+        while let Some(job) = self.receive(receiver) {
+            len += match job {
+                Job::Part(part, bytes) => {
+                    self.files.write_at(file_of(part.role, part.file)?, part.offset, &bytes)?;
+                    written.parts.push(part);
+                    part.len
+                }
+                Job::Frames(Extents { segment, extents }, piece) => {
+                    let frames = extents.iter().map(|(offset, bytes)| (*offset, &piece[bytes.clone()]));
+                    written.segments.insert(segment);
+                    self.files.write_extents(FileName::Segment(segment), frames)?
+                }
+            };
             self.in_memory.fetch_sub(1, Ordering::Relaxed);
-            written.push(part);
-            len += part.len;
             if len >= PROVE_EVERY {
                 proven.extend(self.prove(mem::take(&mut written))?);
                 len = 0;
@@ -147,14 +209,19 @@ impl Shared {
         Ok(proven)
     }
 
-    /// Returns the next part, or `None` if there are no more parts or the writers are stopped.
-    fn receive(&self, receiver: &PartReceiver) -> Option<(Part, Payload)> {
+    /// Returns the next job, or `None` if there are no more or the writers are stopped.
+    fn receive(&self, receiver: &PartReceiver) -> Option<Job> {
         let next = receiver.lock().unwrap_or_else(PoisonError::into_inner).recv().ok();
         next.filter(|_| !self.is_stopped.load(Ordering::Relaxed))
     }
 
-    /// Syncs the files of `parts`, and reads the parts back from the medium.
-    fn prove(&self, parts: Vec<Part>) -> io::Result<Vec<Part>> {
+    /// Syncs the files that were written, and reads the parts back from the medium. The log is read back once it is
+    /// complete.
+    fn prove(&self, Written { parts, segments }: Written) -> io::Result<Vec<Part>> {
+        if self.durability == Durability::Temporary {
+            return Ok(Vec::new());
+        }
+        segments.into_iter().try_for_each(|segment| self.files.sync(FileName::Segment(segment)))?;
         let files: BTreeSet<_> = parts.iter().map(|part| (part.role, part.file)).collect();
         for (role, file) in files {
             self.files.sync_and_drop_cache(file_of(role, file)?)?;
@@ -192,7 +259,7 @@ mod tests {
     fn written_parts_are_read_back() {
         let folder = tempfile::tempdir().unwrap();
         let files = files(folder.path());
-        let mut writers = PartWriters::new(&files);
+        let mut writers = PartWriters::new(&files, Durability::Proven);
         let parts: Vec<Part> = (0..50).map(|index| part(index).0).collect();
         (0..50).for_each(|index| writers.write(parts[index as usize], part(index).1).unwrap());
         let mut proven = writers.finish().unwrap();
@@ -205,7 +272,7 @@ mod tests {
     #[test]
     fn wrong_bytes_on_disk_fail_the_restore() {
         let folder = tempfile::tempdir().unwrap();
-        let mut writers = PartWriters::new(&files(folder.path()));
+        let mut writers = PartWriters::new(&files(folder.path()), Durability::Proven);
         for index in 0..5 {
             let (mut part, bytes) = part(index);
             part.crc ^= u64::from(index == 2);
@@ -221,7 +288,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let files = files(folder.path());
         std::fs::remove_dir(folder.path().join("pages")).unwrap();
-        let mut writers = PartWriters::new(&files);
+        let mut writers = PartWriters::new(&files, Durability::Proven);
         let failed = (0..50).find_map(|index| {
             let (part, bytes) = part(index);
             writers.write(part, bytes).err()

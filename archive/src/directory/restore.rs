@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
 use std::path::Path;
+use std::sync::Arc;
 
 use remanent_format::frame::{FRAME_HEADER_LEN, FrameHeaderRaw, FrameKind, UncheckedFrame, check_payload};
 use remanent_format::log::{header_in_order, next_locations};
@@ -13,13 +14,16 @@ use remanent_format::{FileName, Folder, Incarnation, LogPoint, Lsn, ReadAt, Stor
 
 use super::WriterLock;
 use super::files::{StoreFiles, file_of, invalid};
-use super::part_writers::PartWriters;
+use super::part_writers::{Extents, PartWriters};
 use super::record::ArchiveRecord;
 use crate::line::{ListedPart, StateSink};
 use crate::local::FenceRecord;
 use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, Part, Payload, Role};
 
-/// A directory into which an archive is restored.
+/// Minimum distance of two points from which the log is read back concurrently, in bytes of batches.
+const POINT_EVERY: u64 = 8 << 20;
+
+/// A directory to restore an archive into.
 ///
 /// ARCHIVE is the first file that is created and STORE the last one. A directory with ARCHIVE but without STORE is an
 /// unfinished restore: the engine refuses to open it, and the next restore starts over.
@@ -87,13 +91,22 @@ impl RestoreTarget {
     /// Removes the files of an unfinished restore and starts a new one. With `is_on_demand`, parts of image files stay
     /// in the archive.
     pub(crate) fn begin(&self, is_on_demand: bool) -> io::Result<RestoredState<'_>> {
-        let mut state = RestoredState::begin(&self.files, self.url.as_deref())?;
+        let mut state = RestoredState::begin(&self.files, self.url.as_deref(), Durability::Proven)?;
         state.deferred = is_on_demand.then(Vec::new);
         Ok(state)
     }
 }
 
-/// A segment of the log that is being restored.
+/// Whether a directory is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Durability {
+    /// Everything is synced and read back.
+    Proven,
+    /// Nothing is synced, because the directory is temporary.
+    Temporary,
+}
+
+/// A segment that is being restored.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RestoredSegment {
     pub opening: Option<Opening>,
@@ -126,15 +139,24 @@ pub(crate) struct RestoredState<'t> {
     pending: Vec<u8>,
     /// The parts of image files that stay in the archive, or `None` for a restore that fetches all parts.
     pub(super) deferred: Option<Vec<ListedPart>>,
-    /// Writes the parts of image files.
+    durability: Durability,
+    /// Points after batches, at some distance from each other, in log order.
+    pub(super) points: Vec<LogPoint>,
+    /// Number of bytes of batches after the last of `points`.
+    since_point: u64,
+    /// Writes the parts of image files and the frames.
     writers: Option<PartWriters>,
     /// The parts that were read back from the medium after they were written.
     proven: BTreeSet<Part>,
 }
 
 impl<'t> RestoredState<'t> {
-    /// Starts writing a state into a directory. Removes the files of an earlier attempt.
-    pub(super) fn begin(files: &'t StoreFiles, url: Option<&'t str>) -> io::Result<Self> {
+    /// Begins to write a state into a directory, and removes the files that were there.
+    pub(super) fn begin(
+        files: &'t StoreFiles,
+        url: Option<&'t str>,
+        durability: Durability,
+    ) -> io::Result<Self> {
         files.make_folders()?;
         for file in files.inner_files()? {
             files.remove(file)?;
@@ -154,6 +176,9 @@ impl<'t> RestoredState<'t> {
             batch: LogPoint::default(),
             pending: Vec::new(),
             deferred: None,
+            durability,
+            points: Vec::new(),
+            since_point: 0,
             writers: None,
             proven: BTreeSet::new(),
         })
@@ -185,7 +210,12 @@ impl<'t> RestoredState<'t> {
         Ok(())
     }
 
-    /// Waits until all parts are written and read back.
+    fn writers(&mut self) -> &mut PartWriters {
+        let (files, durability) = (self.files, self.durability);
+        self.writers.get_or_insert_with(|| PartWriters::new(files, durability))
+    }
+
+    /// Waits until all parts and frames are written, and all parts are read back.
     pub(super) fn finish_writers(&mut self) -> io::Result<()> {
         if let Some(writers) = self.writers.take() {
             self.proven.extend(writers.finish()?);
@@ -227,20 +257,37 @@ impl<'t> RestoredState<'t> {
         store.ok_or_else(|| invalid("no fence precedes the frames"))
     }
 
-    /// Writes the complete frames at the start of `bytes`, and returns their total length in bytes.
-    fn write_frames(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let mut at = 0;
-        while let Some(head) = bytes.get(at..at + FrameHeaderRaw::LEN) {
-            let frame = UncheckedFrame::decode(head).map_err(|defect| self.refuse(&defect))?;
-            let Some(frame_bytes) = bytes.get(at..at + frame.unproven().frame_len() as usize) else { break };
-            self.write_frame(&frame, frame_bytes)?;
-            at += frame_bytes.len();
-        }
-        Ok(at)
+    fn decode(&self, head: &[u8]) -> io::Result<UncheckedFrame> {
+        UncheckedFrame::decode(head).map_err(|defect| self.refuse(&defect))
     }
 
-    /// Checks that a frame continues the log (I3), and writes it.
-    fn write_frame(&mut self, frame: &UncheckedFrame, bytes: &[u8]) -> io::Result<()> {
+    /// Checks the frames in `piece` from `at` on, and passes them to the writers. The start of a frame that continues in
+    /// the next piece becomes pending.
+    fn write_frames(&mut self, piece: Payload, mut at: usize) -> io::Result<()> {
+        let mut writes: Vec<Extents> = Vec::new();
+        while let Some(head) = piece.get(at..at + FrameHeaderRaw::LEN) {
+            let frame = self.decode(head)?;
+            let end = at + frame.unproven().frame_len() as usize;
+            let Some(bytes) = piece.get(at..end) else { break };
+            if let Some((segment, offset)) = self.check_frame(&frame, bytes)? {
+                match writes.last_mut().filter(|last| last.segment == segment) {
+                    Some(last) => last.push(offset, at..end),
+                    None => writes.push(Extents::new(segment, offset, at..end)),
+                }
+            }
+            at = end;
+        }
+        self.pending.extend_from_slice(&piece[at..]);
+        if writes.is_empty() {
+            return Ok(());
+        }
+        let piece = Arc::new(piece);
+        writes.into_iter().try_for_each(|extents| self.writers().write_frames(extents, piece.clone()))
+    }
+
+    /// Checks that a frame continues the log (I3). Returns its segment and offset, or `None` if the snapshot contains
+    /// it.
+    fn check_frame(&mut self, frame: &UncheckedFrame, bytes: &[u8]) -> io::Result<Option<(u64, u64)>> {
         let found = *frame.unproven();
         let redo = self.start.map_or(Lsn(0), |start| start.lsn);
         let is_in_snapshot = match found.kind {
@@ -248,7 +295,7 @@ impl<'t> RestoredState<'t> {
             FrameKind::Seal => found.lsn < redo,
         };
         if is_in_snapshot {
-            return Ok(());
+            return Ok(None);
         }
         if found.incarnation != self.point.incarnation {
             self.cross_to(found.incarnation)?;
@@ -261,13 +308,17 @@ impl<'t> RestoredState<'t> {
             .map_err(|defect| self.refuse(&defect))?;
         let payload = &bytes[FRAME_HEADER_LEN as usize..][..header.payload_len as usize];
         check_payload(&header, payload).map_err(|defect| self.refuse(&defect))?;
-        self.files.write_at(FileName::Segment(segment), offset, bytes)?;
         self.segments.entry(segment).or_default().end = end.offset;
         self.point = end;
         if header.kind == FrameKind::Batch {
             self.batch = end;
+            self.since_point += bytes.len() as u64;
+            if self.since_point >= POINT_EVERY {
+                self.points.push(end);
+                self.since_point = 0;
+            }
         }
-        Ok(())
+        Ok(Some((segment, offset)))
     }
 
     fn refuse(&self, defect: &remanent_format::Defect) -> io::Error {
@@ -308,24 +359,25 @@ impl StateSink for RestoredState<'_> {
         Ok(())
     }
 
-    fn defers(&mut self, part: &ListedPart) -> bool {
-        let Some(deferred) = self.deferred.as_mut().filter(|_| part.entry.part.role == Role::Images) else {
-            return false;
-        };
-        deferred.push(*part);
-        true
+    fn defers_images(&self) -> bool {
+        self.deferred.is_some()
+    }
+
+    fn defer(&mut self, part: &ListedPart) {
+        self.deferred.get_or_insert_default().push(*part);
     }
 
     fn part(&mut self, part: &Part, bytes: Payload) -> io::Result<()> {
         let place = (part.role, part.file, part.offset);
         let is_first = self.parts.insert(place, *part).is_none();
         if part.role == Role::Images && is_first {
-            let files = self.files;
-            return self.writers.get_or_insert_with(|| PartWriters::new(files)).write(*part, bytes);
+            return self.writers().write(*part, bytes);
         }
-        // The earlier part at the same location must be written before this part.
-        self.finish_writers()?;
-        self.proven.retain(|proven| (proven.role, proven.file, proven.offset) != place);
+        if !is_first {
+            // The earlier part at the same place must not be written after this one.
+            self.finish_writers()?;
+            self.proven.retain(|proven| (proven.role, proven.file, proven.offset) != place);
+        }
         self.files.write_at(file_of(part.role, part.file)?, part.offset, &bytes)
     }
 
@@ -333,19 +385,29 @@ impl StateSink for RestoredState<'_> {
         self.writers.as_ref().map_or(0, PartWriters::parts_in_memory)
     }
 
-    fn frames(&mut self, _before: &BatchPoint, _after: &BatchPoint, piece: &[u8]) -> io::Result<()> {
+    fn frames(&mut self, _before: &BatchPoint, _after: &BatchPoint, piece: Payload) -> io::Result<()> {
         self.begin_log()?;
-        if self.pending.is_empty() {
-            let used = self.write_frames(piece)?;
-            self.pending.extend_from_slice(&piece[used..]);
-            return Ok(());
+        let mut at = 0;
+        while !self.pending.is_empty() {
+            // First completes the header of the frame that began in an earlier piece, and then the frame.
+            let header = self.pending.first_chunk::<{ FrameHeaderRaw::LEN }>();
+            let len = match header {
+                None => FrameHeaderRaw::LEN,
+                Some(header) => self.decode(header)?.unproven().frame_len() as usize,
+            };
+            let is_frame = header.is_some();
+            let end = piece.len().min(at + len.saturating_sub(self.pending.len()));
+            self.pending.extend_from_slice(&piece[at..end]);
+            at = end;
+            if self.pending.len() < len {
+                return Ok(()); // The piece is used up.
+            }
+            if is_frame {
+                let frame = std::mem::take(&mut self.pending);
+                self.write_frames(frame.into(), 0)?;
+            }
         }
-        let mut bytes = std::mem::take(&mut self.pending);
-        bytes.extend_from_slice(piece);
-        let used = self.write_frames(&bytes)?;
-        bytes.drain(..used);
-        self.pending = bytes;
-        Ok(())
+        self.write_frames(piece, at)
     }
 
     fn fence(&mut self, fence: &Fence) -> io::Result<()> {
@@ -387,7 +449,7 @@ mod tests {
     fn overlapping_parts_are_read_back_again() {
         let folder = tempfile::tempdir().unwrap();
         let files = StoreFiles::new(folder.path());
-        let mut state = RestoredState::begin(&files, None).unwrap();
+        let mut state = RestoredState::begin(&files, None, Durability::Proven).unwrap();
         let of = |file, offset, len| Part { role: Role::Images, file, offset, len, crc: 0 };
         let parts = [
             of(1, 0, 10),

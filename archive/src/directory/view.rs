@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 
 use super::files::StoreFiles;
-use super::restore::RestoredState;
+use super::restore::{Durability, RestoredState};
 
 /// A directory for one view of an archive. It contains STORE, the log, manifests and tables, but no image files. The
 /// owner removes the directory after the view is closed.
@@ -22,7 +22,7 @@ impl ViewDirectory {
 
     /// Starts writing a state. Removes the files of an earlier attempt.
     pub(crate) fn begin(&self) -> io::Result<RestoredState<'_>> {
-        let mut state = RestoredState::begin(&self.files, None)?;
+        let mut state = RestoredState::begin(&self.files, None, Durability::Temporary)?;
         state.deferred = Some(Vec::new());
         Ok(state)
     }

@@ -16,7 +16,7 @@ use crate::local::{FilePiece, LocalStore, SealedFrames};
 use crate::object::{
     BatchPoint, Boundary, Catalog, Content, DataKey, DataRef, INLINE_FRAMES_LEN_MAX, KeptSnapshot, Kind,
     LineObject, Manifest, Nonce, ObjectHeaderRaw, ObjectKey, PART_LEN_MAX, Part, Role, Run, crc64,
-    encode_data, encode_data_header,
+    encode_data_header,
 };
 use crate::rules::Rule;
 
@@ -199,7 +199,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     }
 
     /// Reads pieces of files and uploads those that the archive lacks, like [`upload_ahead`](Line::upload_ahead). Each
-    /// piece is read once, with `read`, while earlier ones are uploaded. Returns the parts of the first pieces: of all
+    /// piece is read once, with `read`, which returns its CRC-64, while earlier ones are uploaded. Returns the parts of the first pieces: of all
     /// of them, or of at least one if `must_pause` returns true.
     ///
     /// # Errors
@@ -208,7 +208,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     pub async fn upload_pieces(
         &mut self,
         pieces: &[FilePiece],
-        read: impl Fn(&FilePiece, &mut [u8]) -> io::Result<()>,
+        read: impl Fn(&FilePiece, &mut [u8]) -> io::Result<u64>,
         mut must_pause: impl FnMut() -> bool,
     ) -> Result<Vec<Part>> {
         let known = self.archived_parts();
@@ -220,8 +220,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
                 }
                 object.resize(ObjectHeaderRaw::LEN + piece.len, 0);
                 let payload = &mut object[ObjectHeaderRaw::LEN..];
-                read(piece, payload)?;
-                let part = piece.part(crc64(payload));
+                let part = piece.part(read(piece, payload)?);
                 parts.push(part);
                 if !known.contains_key(&part) && !line.fresh.contains_key(&part) {
                     return Ok(Some(part));
@@ -427,7 +426,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     async fn upload(&mut self, part: &Part, bytes: &[u8]) -> Result<DataRef> {
         let (entry, object, nonce) = self.data_object(part, bytes)?;
         if self.archive.rules.follow(Rule::IFirst) || part.role == Role::Frames {
-            self.create_data(&entry, Body::Borrowed(&object), nonce).await?;
+            self.create_data(&entry, Body::Shared(&object), nonce).await?;
         } else {
             #[cfg(feature = "testing")]
             self.late.push((entry, object));
@@ -436,13 +435,11 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(entry)
     }
 
-    fn data_object(&mut self, part: &Part, bytes: &[u8]) -> Result<(DataRef, Vec<u8>, Nonce)> {
-        let store = self.view.store.ok_or(Error::NoFence)?;
-        let key = self.data_key(part)?;
-        let nonce = self.archive.nonces.draw();
-        let object = encode_data(store, key, nonce, bytes);
-        let object = object.map_err(|source| Error::TooLarge { key: ObjectKey::Data(key), source })?;
-        Ok((DataRef { key, part: *part }, object, nonce))
+    fn data_object(&mut self, part: &Part, bytes: &[u8]) -> Result<(DataRef, Arc<Vec<u8>>, Nonce)> {
+        let mut object = Vec::with_capacity(ObjectHeaderRaw::LEN + bytes.len());
+        object.resize(ObjectHeaderRaw::LEN, 0);
+        object.extend_from_slice(bytes);
+        self.address(*part, object)
     }
 
     fn note_uploaded(&mut self, entry: DataRef) {

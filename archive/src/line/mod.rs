@@ -10,6 +10,7 @@
 //! | `follow.rs` | 22, 23, 27: reads the objects of the line as they are appended |
 //! | `lazy.rs` | 23, 27: reads a state whose images are fetched later |
 //! | `restore.rs` | 10, 22 to 24, 27, 28: reads a state |
+//! | `ahead.rs` | reads a range of the line in advance |
 //! | `cut.rs` | 8: continues the line at an earlier batch |
 //! | `boundary.rs` | 14, 15, 17 to 20: appends boundaries and deletes released objects |
 //! | `append.rs` | 3, 6, 7, 9 to 12, 16, 17: appends runs, manifests and catalogs |
@@ -26,6 +27,7 @@ mod status;
 mod follow;
 mod lazy;
 mod restore;
+mod ahead;
 mod cut;
 mod boundary;
 mod append;
@@ -107,7 +109,7 @@ pub struct Line<'a, B, N> {
     verified: HashSet<DataKey>,
     /// Data objects whose upload a test delays until after a manifest lists them.
     #[cfg(feature = "testing")]
-    late: Vec<(DataRef, Vec<u8>)>,
+    late: Vec<(DataRef, std::sync::Arc<Vec<u8>>)>,
 }
 
 /// The writer of a term.

@@ -172,7 +172,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     }
 
     /// Returns the payload of a data object, or `None` if the object does not exist.
-    async fn get_data(&self, entry: &DataRef, store: StoreId) -> Result<Option<Payload>> {
+    pub(super) async fn get_data(&self, entry: &DataRef, store: StoreId) -> Result<Option<Payload>> {
         let key = ObjectKey::Data(entry.key);
         let Some(bytes) = self.get(key).await? else { return Ok(None) };
         let payload = Payload::decode(bytes, entry, store);

@@ -1,10 +1,11 @@
 //! Reads a state of the store from the line (rules 10, 22 to 24, 27 and 28).
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet};
 use std::io;
 
 use remanent_format::{Lsn, StoreId};
 
+use super::ahead::LineAhead;
 use super::{Line, Nonces};
 use crate::bucket::Bucket;
 use crate::error::{Damage, Error, Result};
@@ -29,11 +30,15 @@ pub trait StateSink {
     /// Returns the error of writing to the local disk.
     fn manifest(&mut self, manifest: &Manifest) -> io::Result<()>;
 
-    /// Offers a part of a file before it is fetched. Returns true if the sink fetches the part itself when it needs it.
-    /// [`part`](Self::part) is then not called for this part.
-    fn defers(&mut self, part: &ListedPart) -> bool {
-        let _ = part;
+    /// Returns true if the sink fetches the parts of image files itself when it needs them. It then receives them by
+    /// [`defer`](Self::defer) and not by [`part`](Self::part).
+    fn defers_images(&self) -> bool {
         false
+    }
+
+    /// Receives a part of an image file that was not fetched.
+    fn defer(&mut self, part: &ListedPart) {
+        let _ = part;
     }
 
     /// Receives a part of a file. If parts overlap, the later call overwrites the earlier one.
@@ -42,7 +47,8 @@ pub trait StateSink {
     /// Returns the error of writing to the local disk.
     fn part(&mut self, part: &Part, bytes: Payload) -> io::Result<()>;
 
-    /// Returns the number of received parts that are in memory and not written yet. Fewer parts are fetched meanwhile.
+    /// Returns the number of received parts and pieces that are in memory and not written yet. Fewer are fetched
+    /// meanwhile.
     fn parts_in_memory(&self) -> usize {
         0
     }
@@ -52,7 +58,7 @@ pub trait StateSink {
     ///
     /// # Errors
     /// Returns the error of writing to the local disk, or an error if the frames do not continue the state.
-    fn frames(&mut self, before: &BatchPoint, after: &BatchPoint, piece: &[u8]) -> io::Result<()>;
+    fn frames(&mut self, before: &BatchPoint, after: &BatchPoint, piece: Payload) -> io::Result<()>;
 
     /// Receives a fence, which contains the STORE file and the headers of the segments that open an incarnation.
     ///
@@ -77,6 +83,11 @@ pub trait StateSink {
     /// # Errors
     /// Returns the error of writing to the local disk.
     fn named(&mut self, snapshot: &KeptSnapshot, parts: &[Part]) -> io::Result<()>;
+}
+
+/// Returns true if the sink fetches this part itself.
+fn is_deferred<S: StateSink>(sink: &S, part: &Part) -> bool {
+    part.role == Role::Images && sink.defers_images()
 }
 
 /// A part of a file, and where the archive contains it.
@@ -297,8 +308,9 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let mut wanted: Vec<DataRef> =
                 listed.iter().filter(|entry| !reading.has_received(kept.position, entry)).copied().collect();
             wanted.retain(|entry| {
-                let is_deferred = sink.defers(&ListedPart { entry: *entry, store, lister: kept_from });
+                let is_deferred = is_deferred(sink, &entry.part);
                 if is_deferred {
+                    sink.defer(&ListedPart { entry: *entry, store, lister: kept_from });
                     reading.receive(kept.position, entry);
                 }
                 !is_deferred
@@ -350,11 +362,15 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     ) -> Result<()> {
         let mut wanted = listed.to_vec();
         wanted.retain(|entry| {
-            entry.part.role == Role::Frames || !sink.defers(&ListedPart { entry: *entry, store, lister })
+            let is_deferred = is_deferred(sink, &entry.part);
+            if is_deferred {
+                sink.defer(&ListedPart { entry: *entry, store, lister });
+            }
+            !is_deferred
         });
         self.need_each_data(&wanted, store, lister, |entry, bytes| {
             match entry.part.role {
-                Role::Frames => sink.frames(before, after, &bytes)?,
+                Role::Frames => sink.frames(before, after, bytes)?,
                 _ => sink.part(&entry.part, bytes)?,
             }
             Ok(sink.parts_in_memory())
@@ -388,61 +404,80 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         reading: &mut Reading,
         sink: &mut S,
     ) -> Result<()> {
-        let mut nonce_before = None;
-        let mut ahead = VecDeque::new();
-        for position in lowest..self.view.next {
-            let is_reached = at.is_some_and(|lsn| lsn <= reading.point.lsn);
-            if is_reached && cuts.iter().all(|cut| *cut < position) {
-                return Ok(());
-            }
-            if ahead.is_empty() {
-                ahead.extend(self.read_ahead(position, self.view.next).await);
-            }
-            let Some(object) = ahead.pop_front().transpose()?.flatten() else {
-                return Err(self.missing(ObjectKey::Line(position), position).await?);
+        let missing = {
+            let (files, manifest) = (std::mem::take(&mut reading.files), reading.manifest);
+            let (redo, defers_images) = (reading.redo.lsn, sink.defers_images());
+            let is_needed = |object: &LineObject, entry: &DataRef| {
+                let is_run = matches!(&object.content, Content::Run(run) if run.after.lsn > redo);
+                is_run && (object.position > manifest || !files.contains(&(entry.part.role, entry.part.file)))
             };
-            if nonce_before.is_some_and(|nonce| nonce != object.nonce_before) {
-                return Err(Error::Damaged { key: ObjectKey::Line(position), damage: Damage::NotNext });
-            }
-            nonce_before = Some(object.nonce);
-            match &object.content {
-                Content::Run(run) => self.read_run(&object, run, reading, sink).await?,
-                Content::Fence(fence) => reading.fence(fence, sink)?,
-                Content::Manifest(manifest) => reading.check_gap(manifest, at)?,
-                Content::Boundary(_) | Content::Catalog(_) => {}
-            }
-        }
-        Ok(())
-    }
-
-    async fn read_run<S: StateSink>(
-        &mut self,
-        object: &LineObject,
-        run: &Run,
-        reading: &mut Reading,
-        sink: &mut S,
-    ) -> Result<()> {
-        if run.after.lsn <= reading.redo.lsn {
-            return Ok(());
-        }
-        let is_first = reading.point == reading.redo && run.before.lsn <= reading.redo.lsn;
-        if run.before != reading.point && !is_first {
-            let damage = Damage::Gap { found: run.before, expected: reading.point };
-            return Err(Error::Damaged { key: ObjectKey::Line(object.position), damage });
-        }
-        if object.data.is_empty() {
-            sink.frames(&run.before, &run.after, &run.frames)?;
-        }
-        let is_needed = |entry: &&DataRef| {
-            object.position > reading.manifest || !reading.files.contains(&(entry.part.role, entry.part.file))
+            let is_fetched = |object: &LineObject, entry: &DataRef| {
+                is_needed(object, entry) && !(entry.part.role == Role::Images && defers_images)
+            };
+            let mut ahead = LineAhead::new(self, lowest..self.view.next, is_fetched);
+            read_each(&mut ahead, lowest, at, cuts, &is_needed, reading, sink).await?
         };
-        let needed: Vec<DataRef> = object.data.iter().filter(is_needed).copied().collect();
-        let (store, lister) = (object.store, object.position);
-        self.read_parts(&needed, store, lister, &run.before, &run.after, sink).await?;
-        needed.iter().for_each(|entry| reading.receive(lister, entry));
-        reading.point = run.after;
-        Ok(())
+        match missing {
+            Some((key, position)) => Err(self.missing(key, position).await?),
+            None => Ok(()),
+        }
     }
+}
+
+/// Reads the objects of `ahead`, whose first position is `lowest`. Returns the key of a missing object, and the position
+/// that contains or lists it.
+async fn read_each<B: Bucket, N: Nonces, S: StateSink>(
+    ahead: &mut LineAhead<'_, '_, B, N, impl Fn(&LineObject, &DataRef) -> bool>,
+    lowest: u64,
+    at: Option<Lsn>,
+    cuts: &[u64],
+    is_needed: impl Fn(&LineObject, &DataRef) -> bool,
+    reading: &mut Reading,
+    sink: &mut S,
+) -> Result<Option<(ObjectKey, u64)>> {
+    let mut nonce_before = None;
+    for position in lowest.. {
+        let is_reached = at.is_some_and(|lsn| lsn <= reading.point.lsn);
+        if is_reached && cuts.iter().all(|cut| *cut < position) {
+            break;
+        }
+        let Some(object) = ahead.next_object().await else { break };
+        let Some(mut object) = object? else { return Ok(Some((ObjectKey::Line(position), position))) };
+        if nonce_before.is_some_and(|nonce| nonce != object.nonce_before) {
+            return Err(Error::Damaged { key: ObjectKey::Line(position), damage: Damage::NotNext });
+        }
+        nonce_before = Some(object.nonce);
+        match &mut object.content {
+            Content::Fence(fence) => reading.fence(fence, sink)?,
+            Content::Manifest(manifest) => reading.check_gap(manifest, at)?,
+            Content::Boundary(_) | Content::Catalog(_) => {}
+            Content::Run(run) if run.after.lsn <= reading.redo.lsn => {}
+            Content::Run(run) => {
+                reading.check_continues(run, position)?;
+                let (before, after) = (run.before, run.after);
+                if object.data.is_empty() {
+                    sink.frames(&before, &after, std::mem::take(&mut run.frames).into())?;
+                }
+                for entry in object.data.iter().filter(|entry| is_needed(&object, entry)) {
+                    reading.receive(position, entry);
+                    if is_deferred(sink, &entry.part) {
+                        sink.defer(&ListedPart { entry: *entry, store: object.store, lister: position });
+                        continue;
+                    }
+                    let Some(bytes) = ahead.next_data().await? else {
+                        return Ok(Some((ObjectKey::Data(entry.key), position)));
+                    };
+                    match entry.part.role {
+                        Role::Frames => sink.frames(&before, &after, bytes)?,
+                        _ => sink.part(&entry.part, bytes)?,
+                    }
+                    ahead.set_kept(sink.parts_in_memory());
+                }
+                reading.point = after;
+            }
+        }
+    }
+    Ok(None)
 }
 
 impl Reading {
@@ -467,6 +502,16 @@ impl Reading {
             Some(at) => Err(Error::InGap { lsn: at.0, after: after.0, until: until.0 }),
             None => Ok(()),
         }
+    }
+
+    /// Checks that a run at `position` continues the state.
+    fn check_continues(&self, run: &Run, position: u64) -> Result<()> {
+        let is_first = self.point == self.redo && run.before.lsn <= self.redo.lsn;
+        if run.before == self.point || is_first {
+            return Ok(());
+        }
+        let damage = Damage::Gap { found: run.before, expected: self.point };
+        Err(Error::Damaged { key: ObjectKey::Line(position), damage })
     }
 
     /// Records the incarnation numbers of a fence.

@@ -501,6 +501,8 @@ pub fn decode_data<'a>(bytes: &'a [u8], entry: &DataRef, store: StoreId) -> Resu
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Payload {
     object: Vec<u8>,
+    /// Offset of the payload in `object`.
+    start: usize,
 }
 
 impl Payload {
@@ -510,14 +512,21 @@ impl Payload {
     /// Returns the errors of [`decode_data`].
     pub fn decode(object: Vec<u8>, entry: &DataRef, store: StoreId) -> Result<Self, ObjectDefect> {
         decode_data(&object, entry, store)?;
-        Ok(Self { object })
+        Ok(Self { object, start: ObjectHeaderRaw::LEN })
     }
 
     /// Returns the payload without the header of its object.
     #[must_use]
     pub fn into_bytes(mut self) -> Vec<u8> {
-        self.object.drain(..ObjectHeaderRaw::LEN);
+        self.object.drain(..self.start);
         self.object
+    }
+}
+
+impl From<Vec<u8>> for Payload {
+    /// Uses all of `bytes`, which are not in a data object.
+    fn from(bytes: Vec<u8>) -> Self {
+        Self { object: bytes, start: 0 }
     }
 }
 
@@ -525,7 +534,7 @@ impl Deref for Payload {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.object[ObjectHeaderRaw::LEN..]
+        &self.object[self.start..]
     }
 }
 

@@ -401,9 +401,9 @@ impl StateSink for Restored {
         Ok(())
     }
 
-    fn frames(&mut self, before: &BatchPoint, _after: &BatchPoint, piece: &[u8]) -> io::Result<()> {
+    fn frames(&mut self, before: &BatchPoint, _after: &BatchPoint, piece: Payload) -> io::Result<()> {
         self.check_redo()?;
-        for (lsn, batch) in (before.lsn.0 as usize + 1..).zip(Batch::decode_all(piece)) {
+        for (lsn, batch) in (before.lsn.0 as usize + 1..).zip(Batch::decode_all(&piece)) {
             if lsn as u64 <= self.redo.lsn.0 {
                 continue;
             }

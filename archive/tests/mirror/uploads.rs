@@ -115,7 +115,7 @@ fn failed_upload_continues_after_uploaded_pieces() {
             return Err(io::Error::other("unreadable"));
         }
         out.fill(piece.file as u8);
-        Ok(())
+        Ok(crc64(out))
     };
     let failed = block_on(line.upload_pieces(&pieces, read, || false));
     assert!(matches!(failed, Err(remanent_archive::Error::Local(_))), "{failed:?}");
