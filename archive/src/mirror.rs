@@ -6,6 +6,7 @@
 
 use std::collections::BTreeSet;
 
+use futures_util::future::join;
 use remanent_format::{Damage, Lsn, SnapshotId};
 
 use crate::bucket::Bucket;
@@ -15,7 +16,7 @@ use crate::line::{
     Archive, Line, ListedPart, NamedParts, Nonces, Pruned, RestoredEnd, SnapshotParts, Takeover, ViewPoint,
 };
 use crate::local::{FenceRecord, LocalStore};
-use crate::object::{BatchPoint, KeptSnapshot, Part};
+use crate::object::{BatchPoint, Hint, KeptSnapshot, Part};
 use crate::read_ahead::ReadAhead;
 
 /// Number of attempts to read a state. Each failed attempt was overtaken by a boundary.
@@ -171,7 +172,7 @@ pub async fn restore<B: Bucket, N: Nonces>(
     archive: Archive<'_, B, N>,
     target: &RestoreTarget,
 ) -> Result<RestoredEnd> {
-    restore_files(archive, target, false).await
+    restore_files(archive, target, false, async |_: &Hint| {}).await
 }
 
 /// Restores the end of an archive like [`restore`], but without the contents of image files. The log, manifests and
@@ -189,22 +190,17 @@ pub async fn restore_on_demand<B: Bucket, N: Nonces>(
 ) -> Result<RestoredEnd> {
     let bucket = ReadAhead::new(archive.bucket);
     let archive = Archive { bucket: &bucket, nonces: archive.nonces, rules: archive.rules };
-    restore_files(archive, target, true).await
+    restore_files(archive, target, true, async |hint: &Hint| bucket.fetch(hint).await).await
 }
 
 async fn restore_files<B: Bucket, N: Nonces>(
     archive: Archive<'_, B, N>,
     target: &RestoreTarget,
     is_on_demand: bool,
+    prefetch: impl AsyncFn(&Hint),
 ) -> Result<RestoredEnd> {
     let mut line = Line::new(archive);
-    line.find_to_read().await?;
-    let store = line.store().ok_or(Error::Empty)?;
-    // The nonce is made durable before it is used (rule 5).
-    let nonce = archive.nonces.draw();
-    target.record_claim(store, FenceRecord { position: line.next(), nonce, is_confirmed: false })?;
-    let claim = line.claim(nonce).await?;
-    target.record_claim(store, claim)?;
+    let claim = claim(&mut line, target, prefetch).await?;
     for _ in 0..READ_ATTEMPTS {
         let mut state = target.begin(is_on_demand)?;
         match line.read_state(&mut state).await {
@@ -217,6 +213,33 @@ async fn restore_files<B: Bucket, N: Nonces>(
         }
     }
     Err(Error::Overtaken { position: line.start() })
+}
+
+/// Claims the archive for a directory. Meanwhile, `prefetch` may read the objects that the restore reads next.
+async fn claim<B: Bucket, N: Nonces>(
+    line: &mut Line<'_, B, N>,
+    target: &RestoreTarget,
+    prefetch: impl AsyncFn(&Hint),
+) -> Result<FenceRecord> {
+    let mut attempt = 1;
+    loop {
+        line.find_to_claim().await?;
+        let store = line.store().ok_or(Error::Empty)?;
+        // The nonce is made durable before it is used (rule 5).
+        let nonce = line.draw_nonce();
+        target.record_claim(store, FenceRecord { position: line.next(), nonce, is_confirmed: false })?;
+        let hint = line.hint_at_end();
+        let ((), claimed) = join(prefetch(&hint), line.claim(nonce)).await;
+        match claimed {
+            Ok(claim) => {
+                target.record_claim(store, claim)?;
+                return Ok(claim);
+            }
+            // A boundary has passed the position of the claim.
+            Err(Error::Superseded { .. }) if attempt < READ_ATTEMPTS => attempt += 1,
+            Err(error) => return Err(error),
+        }
+    }
 }
 
 /// Copies the state as of batch `at` into `target`, with the later batches of the same run and the named snapshots up

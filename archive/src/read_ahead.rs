@@ -1,11 +1,14 @@
 //! A bucket that prefetches, in parallel, the objects to which a hint refers.
 //!
-//! The search for the end of a line reads one object after another, because each object determines the key of the next
-//! one. If the hint is up to date, these keys are known in advance. The search itself is unchanged, but its reads
-//! return prefetched objects. If a prefetch found that an object does not exist, only the first read returns this
-//! result. A repeated read thus finds an object that was created in the meantime. Existing objects never change.
+//! The search for the end of a line reads one object after another, because each object links to the next one. If the
+//! hint is current, the keys of these objects are known in advance. The search itself is unchanged: its reads return the
+//! prefetched objects. Existing objects never change.
+//!
+//! The answer that an object does not exist describes the moment of its request. A prefetched one is returned only once,
+//! so that a repeated read detects an object that was created since, and not after the caller has created an object. The answer to a later request is returned again
+//! until another request has ended: everything that the caller knows is then older than this request.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,21 +16,30 @@ use std::sync::Arc;
 use futures_util::future::join_all;
 
 use crate::bucket::{Bucket, BucketError, Creation};
-use crate::object::{Bound, Content, Folder, Hint, LineObject, ObjectKey, Role};
+use crate::object::{Folder, Hint, ObjectKey};
 
-/// Maximum number of runs that are prefetched. The same limit applies to the data objects of a manifest.
-const AHEAD_MAX: usize = 8;
+/// Maximum number of objects from the start in the hint on that are read in advance.
+const AHEAD_MAX: usize = 16;
 
 /// A bucket that prefetches the objects to which its hint refers.
 pub(crate) struct ReadAhead<'b, B> {
     bucket: &'b B,
     /// Prefetched objects, or `None` for an object that did not exist.
     answers: RefCell<BTreeMap<ObjectKey, Option<Vec<u8>>>>,
+    /// Number of requests that have ended.
+    ended: Cell<u64>,
+    /// The object that did not exist at the last request, if no other request has ended since this one was sent, and the
+    /// number of requests that had ended after it.
+    absent: Cell<Option<(ObjectKey, u64)>>,
 }
 
 impl<'b, B: Bucket> ReadAhead<'b, B> {
     pub fn new(bucket: &'b B) -> Self {
-        Self { bucket, answers: RefCell::default() }
+        Self { bucket, answers: RefCell::default(), ended: Cell::new(0), absent: Cell::new(None) }
+    }
+
+    fn note_end(&self) {
+        self.ended.set(self.ended.get() + 1);
     }
 
     /// Returns the prefetched answer to a read, or `None` if the object was not prefetched. Keeps only line objects and
@@ -42,47 +54,29 @@ impl<'b, B: Bucket> ReadAhead<'b, B> {
         bytes.get(range.start as usize..end).map(|bytes| Some(bytes.to_vec()))
     }
 
-    /// Prefetches the objects to which a hint refers: the end and the newest manifest, and then the objects to which
-    /// these link.
+    /// Reads the objects that a hint names, and those after the end that a search looks for.
     async fn follow(&self, hint: &[u8]) {
-        let Ok(Hint { end, manifest, bound }) = Hint::decode(hint, None) else { return };
-        // The cached answers may be from an earlier search, which a boundary has overtaken.
+        let Ok(hint) = Hint::decode(hint, None) else { return };
+        // A search that was overtaken starts again.
         self.answers.borrow_mut().clear();
-        let lines = [end, end.saturating_add(1), manifest].map(ObjectKey::Line);
-        let bounds = [bound, bound.saturating_add(1)].map(ObjectKey::Bound);
-        self.get_all(lines.into_iter().chain(bounds)).await;
-
-        let mut positions = vec![1];
-        let mut data = Vec::new();
-        if let Some(bound) =
-            self.bytes(ObjectKey::Bound(bound)).and_then(|bytes| Bound::decode(&bytes, bound, None).ok())
-        {
-            positions = bound.boundary().iter().map(|boundary| boundary.start).collect();
-        }
-        if let Some(last) = self.line(end) {
-            let links = last.links.after(&last);
-            positions.extend([links.fence, links.boundary, links.catalog, links.manifest]);
-        }
-        if let Some(object) = self.line(manifest) {
-            if let Content::Manifest(manifest) = &object.content {
-                positions.extend((manifest.start..end).take(AHEAD_MAX));
-            }
-            let files = object.data.iter().filter(|entry| entry.part.role != Role::Images);
-            data.extend(files.take(AHEAD_MAX).map(|entry| ObjectKey::Data(entry.key)));
-        }
-        self.get_all(positions.into_iter().map(ObjectKey::Line).chain(data)).await;
+        let after_end = (0..Hint::PROBES).map(|power| hint.end.saturating_add((2 << power) - 1));
+        let after = after_end.map(ObjectKey::Line).chain([ObjectKey::Bound(hint.bound.saturating_add(1))]);
+        self.get_all(keys_of(&hint).chain(after), true).await;
     }
 
-    fn bytes(&self, key: ObjectKey) -> Option<Vec<u8>> {
-        self.answers.borrow().get(&key).cloned().flatten()
+    /// Reads the objects that the caller's own hint names. The caller may create an object meanwhile.
+    pub async fn fetch(&self, hint: &Hint) {
+        self.get_all(keys_of(hint), false).await;
     }
 
-    fn line(&self, position: u64) -> Option<LineObject> {
-        LineObject::decode(&self.bytes(ObjectKey::Line(position))?, position, None).ok()
+    /// Discards the answers that an object does not exist. They are older than the object that is being created.
+    fn forget_absent(&self) {
+        self.answers.borrow_mut().retain(|_, found| found.is_some());
     }
 
-    /// Prefetches objects concurrently. If a read fails, the caller that needs the object repeats the read.
-    async fn get_all(&self, keys: impl Iterator<Item = ObjectKey>) {
+    /// Reads objects together. A read that fails is repeated by the caller that needs it. With `keeps_absent`, also
+    /// records which objects do not exist.
+    async fn get_all(&self, keys: impl Iterator<Item = ObjectKey>, keeps_absent: bool) {
         let is_new = |key: &ObjectKey| {
             let is_number = !matches!(key, ObjectKey::Line(0) | ObjectKey::Bound(0));
             is_number && !self.answers.borrow().contains_key(key)
@@ -92,34 +86,64 @@ impl<'b, B: Bucket> ReadAhead<'b, B> {
         keys.dedup();
         let read = |key| async move { (key, self.bucket.get(key, None).await) };
         for (key, answer) in join_all(keys.into_iter().map(read)).await {
-            if let Ok(found) = answer {
+            self.note_end();
+            if let Ok(found) = answer
+                && (found.is_some() || keeps_absent)
+            {
                 self.answers.borrow_mut().insert(key, found);
             }
         }
     }
 }
 
+/// Returns the keys of the objects that a hint names.
+fn keys_of(hint: &Hint) -> impl Iterator<Item = ObjectKey> {
+    let Hint { end, manifest, bound, start, lines, data } = hint;
+    let from_start = (*start..*end).take(AHEAD_MAX);
+    let lines = [*end, *manifest].into_iter().chain(from_start).chain(lines.iter().copied());
+    let data = data.iter().copied().map(ObjectKey::Data);
+    lines.map(ObjectKey::Line).chain([ObjectKey::Bound(*bound)]).chain(data)
+}
+
 impl<B: Bucket> Bucket for ReadAhead<'_, B> {
     async fn create(&self, key: ObjectKey, bytes: &[u8]) -> Result<Creation, BucketError> {
-        self.answers.borrow_mut().remove(&key);
-        self.bucket.create(key, bytes).await
+        self.forget_absent();
+        let created = self.bucket.create(key, bytes).await;
+        self.note_end();
+        if let (Ok(Creation::Created), ObjectKey::Line(_)) = (&created, key) {
+            self.answers.borrow_mut().insert(key, Some(bytes.to_vec()));
+        }
+        created
     }
 
     async fn create_shared(&self, key: ObjectKey, bytes: &Arc<Vec<u8>>) -> Result<Creation, BucketError> {
-        self.answers.borrow_mut().remove(&key);
-        self.bucket.create_shared(key, bytes).await
+        self.forget_absent();
+        let created = self.bucket.create_shared(key, bytes).await;
+        self.note_end();
+        created
     }
 
     async fn put(&self, key: ObjectKey, bytes: &[u8]) -> Result<(), BucketError> {
         self.answers.borrow_mut().remove(&key);
-        self.bucket.put(key, bytes).await
+        let put = self.bucket.put(key, bytes).await;
+        self.note_end();
+        put
     }
 
     async fn get(&self, key: ObjectKey, range: Option<Range<u64>>) -> Result<Option<Vec<u8>>, BucketError> {
         if let Some(answer) = self.take(key, range.as_ref()) {
             return Ok(answer);
         }
-        let found = self.bucket.get(key, range).await?;
+        if self.absent.get() == Some((key, self.ended.get())) {
+            return Ok(None);
+        }
+        let ended = self.ended.get();
+        let found = self.bucket.get(key, range).await;
+        self.note_end();
+        let found = found?;
+        if found.is_none() && self.ended.get() == ended + 1 {
+            self.absent.set(Some((key, ended + 1)));
+        }
         if let (ObjectKey::Newest, Some(hint)) = (key, &found) {
             self.follow(hint).await;
         }
@@ -127,12 +151,16 @@ impl<B: Bucket> Bucket for ReadAhead<'_, B> {
     }
 
     async fn list(&self, folder: Folder) -> Result<Vec<String>, BucketError> {
-        self.bucket.list(folder).await
+        let names = self.bucket.list(folder).await;
+        self.note_end();
+        names
     }
 
     async fn delete(&self, key: ObjectKey) -> Result<(), BucketError> {
         self.answers.borrow_mut().remove(&key);
-        self.bucket.delete(key).await
+        let deleted = self.bucket.delete(key).await;
+        self.note_end();
+        deleted
     }
 
     async fn pause(&self, attempt: u32, failure: &BucketError) -> bool {

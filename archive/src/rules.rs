@@ -51,7 +51,8 @@
 //! # Reading
 //!
 //! 22. A reader finds the newest boundary first, then the end of the line from there, and then checks for a newer
-//!     boundary. If one has passed the objects that were read, the reader starts again (*rcheck*). Hints and listings
+//!     boundary. If one has passed the objects that were read, the reader starts again (*rcheck*). A restore, which
+//!     creates its claim at the end, looks for a newer boundary after this create instead (*check*). Hints and listings
 //!     save requests, but never decide.
 //! 23. A missing object is reported as overtaken if a boundary has passed it, and as damage otherwise (*rcheck*). A
 //!     failed request is neither.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use remanent_archive::Error as Failure;
 use remanent_archive::directory::{ArchivedDirectory, WriterLock};
 use remanent_archive::line::{
-    Appended, Archive, Line, Pruned, SnapshotParts, SystemNonces, Takeover, UPLOADS_MAX, probe,
+    Appended, Archive, Line, Pruned, SnapshotParts, SystemNonces, Takeover, UPLOADS_MAX,
 };
 use remanent_archive::local::{FilePiece, LocalStore};
 use remanent_archive::object::{Kind, Part};
@@ -160,8 +160,7 @@ fn find(
     let nobody = StoreId([0; 16]);
     let store = directory.as_ref().map_or(nobody, LocalStore::store);
     bucket.block_on(async {
-        probe(Archive { bucket, nonces: &SystemNonces, rules: Rules::default() }, store).await?;
-        line.find().await?;
+        line.probe_and_find(store).await?;
         match (&directory, line.store()) {
             (Some(directory), _) => {
                 line.check_lineage(directory, takeover)?;
@@ -331,12 +330,7 @@ impl Uploader<'_> {
         let takeover = takeover(self.options);
         let (line, directory) = (&mut self.line, &mut self.directory);
         if !self.is_found {
-            let archive = Archive { bucket: self.bucket, nonces: &SystemNonces, rules: Rules::default() };
-            let store = directory.store();
-            self.bucket.block_on(async {
-                probe(archive, store).await?;
-                line.find().await
-            })?;
+            self.bucket.block_on(line.probe_and_find(directory.store()))?;
             self.is_found = true;
         }
         let fenced = self.bucket.block_on(line.fence(directory, takeover));

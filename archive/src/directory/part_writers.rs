@@ -12,7 +12,6 @@ use std::thread::{self, JoinHandle};
 use remanent_format::FileName;
 
 use super::files::{StoreFiles, file_of};
-use super::restore::Durability;
 use super::threads;
 use crate::object::{Part, Payload};
 
@@ -21,6 +20,15 @@ const PROVE_EVERY: u64 = 64 << 20;
 
 /// The channel from which the threads take parts and frames.
 type PartReceiver = Mutex<Receiver<Job>>;
+
+/// Whether a directory is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Durability {
+    /// Everything is synced and read back.
+    Proven,
+    /// Nothing is synced, because the directory is temporary.
+    Temporary,
+}
 
 /// A write to a file.
 #[derive(Debug)]

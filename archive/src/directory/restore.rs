@@ -14,7 +14,7 @@ use remanent_format::{FileName, Folder, Incarnation, LogPoint, Lsn, ReadAt, Stor
 
 use super::WriterLock;
 use super::files::{StoreFiles, file_of, invalid};
-use super::part_writers::{Extents, PartWriters};
+use super::part_writers::{Durability, Extents, PartWriters};
 use super::record::ArchiveRecord;
 use crate::line::{ListedPart, StateSink};
 use crate::local::FenceRecord;
@@ -95,15 +95,6 @@ impl RestoreTarget {
         state.deferred = is_on_demand.then(Vec::new);
         Ok(state)
     }
-}
-
-/// Whether a directory is kept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Durability {
-    /// Everything is synced and read back.
-    Proven,
-    /// Nothing is synced, because the directory is temporary.
-    Temporary,
 }
 
 /// A segment that is being restored.

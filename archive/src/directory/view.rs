@@ -4,7 +4,8 @@ use std::io;
 use std::path::Path;
 
 use super::files::StoreFiles;
-use super::restore::{Durability, RestoredState};
+use super::part_writers::Durability;
+use super::restore::RestoredState;
 
 /// A directory for one view of an archive. It contains STORE, the log, manifests and tables, but no image files. The
 /// owner removes the directory after the view is closed.

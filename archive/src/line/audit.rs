@@ -10,7 +10,7 @@ use super::{Archive, Line, Nonces};
 use crate::bucket::Bucket;
 use crate::error::{Damage, Error, Result};
 use crate::object::{
-    BatchPoint, Bound, Content, DataKey, DataRef, Folder, Kind, LineObject, Links, Manifest, Nonce,
+    BatchPoint, Bound, Content, DataKey, DataRef, Folder, Hint, Kind, LineObject, Links, Manifest, Nonce,
     ObjectKey, Role, decode_data,
 };
 
@@ -229,7 +229,7 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
         }
         let mut last = start - 1;
         if self.line.exists(ObjectKey::Line(start)).await? {
-            last = self.line.end_after(start).await?;
+            last = self.line.end_after(start, Hint::PROBES).await?;
         }
         // If an object is missing, the search ends below it. Only a listing shows that there are more.
         Ok((start..last + 1, above(last, &listed)))

@@ -141,6 +141,10 @@ impl<'a, B: Bucket, N: Nonces> Line<'a, B, N> {
         }
     }
 
+    pub(crate) fn draw_nonce(&self) -> Nonce {
+        self.archive.nonces.draw()
+    }
+
     /// Returns true if the line contains no object that this handle has read or appended.
     #[must_use]
     pub fn is_empty(&self) -> bool {

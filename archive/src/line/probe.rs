@@ -1,5 +1,6 @@
 //! Probes a bucket (rule 30).
 
+use futures_util::future::join;
 use remanent_format::StoreId;
 
 use super::request::Body;
@@ -50,6 +51,18 @@ pub async fn probe<B: Bucket, N: Nonces>(archive: Archive<'_, B, N>, store: Stor
         return Err(Error::NotSupported { reason: "a refused create changed the object" });
     }
     Ok(())
+}
+
+impl<B: Bucket, N: Nonces> Line<'_, B, N> {
+    /// Probes the bucket and concurrently [finds](Line::find) the end of the line, before a writer opens.
+    ///
+    /// # Errors
+    /// Returns the errors of [`probe`] and of [`find`](Line::find).
+    pub async fn probe_and_find(&mut self, store: StoreId) -> Result<()> {
+        let (probed, found) = join(probe(self.archive, store), self.find()).await;
+        probed?;
+        found
+    }
 }
 
 /// Returns true if the bucket refuses to create an object that already exists.

@@ -148,13 +148,19 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     pub(super) async fn get_bound(&self, number: u64) -> Result<Option<Bound>> {
         let key = ObjectKey::Bound(number);
         let Some(bytes) = self.get(key).await? else { return Ok(None) };
-        let bound = Bound::decode(&bytes, number, None).map_err(|defect| Error::invalid(key, defect))?;
+        self.decode_bound(number, &bytes).map(Some)
+    }
+
+    /// Checks the copy of a boundary.
+    pub(super) fn decode_bound(&self, number: u64, bytes: &[u8]) -> Result<Bound> {
+        let key = ObjectKey::Bound(number);
+        let bound = Bound::decode(bytes, number, None).map_err(|defect| Error::invalid(key, defect))?;
         let found = bound.object.store;
         match self.view.store {
             // Two new stores created `line/1` concurrently. One of them stalled until boundaries had passed that
             // position.
             Some(expected) if expected != found => Err(Error::IdentityMismatch { found, expected }),
-            _ => Ok(Some(bound)),
+            _ => Ok(bound),
         }
     }
 

@@ -1,11 +1,13 @@
 //! Reads a state of the store from the line (rules 10, 22 to 24, 27 and 28).
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
 
+use futures_util::future::join_all;
 use remanent_format::{Lsn, StoreId};
 
 use super::ahead::LineAhead;
+use super::request::READS_MAX;
 use super::{Line, Nonces};
 use crate::bucket::Bucket;
 use crate::error::{Damage, Error, Result};
@@ -301,8 +303,15 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     ) -> Result<u64> {
         let mut count = 0;
         let is_in_state = |kept: &&KeptSnapshot| at.is_none_or(|lsn| kept.batch.lsn <= lsn);
-        for kept in self.view.catalog.clone().iter().rev().filter(is_in_state) {
-            let Some(listed) = self.kept_list(kept).await? else {
+        let catalog = self.view.catalog.clone();
+        let snapshots: Vec<&KeptSnapshot> = catalog.iter().rev().filter(is_in_state).collect();
+        let mut lists = VecDeque::new();
+        for (index, kept) in snapshots.iter().enumerate() {
+            if lists.is_empty() {
+                let next = snapshots[index..].iter().take(READS_MAX);
+                lists.extend(join_all(next.map(|kept| self.kept_list(kept))).await);
+            }
+            let Some(listed) = lists.pop_front().transpose()?.flatten() else {
                 return Err(self.missing(ObjectKey::Line(kept.position), kept_from).await?);
             };
             let mut wanted: Vec<DataRef> =

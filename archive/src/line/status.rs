@@ -2,7 +2,6 @@
 
 use remanent_format::StoreId;
 
-use super::find::Lists;
 use super::{Archive, Line, Nonces};
 use crate::bucket::Bucket;
 use crate::error::{Error, Result};
@@ -66,7 +65,7 @@ impl Status {
 /// invalid, and [`Error::Bucket`] if the bucket cannot be reached.
 pub async fn status<B: Bucket, N: Nonces>(archive: Archive<'_, B, N>) -> Result<Status> {
     let mut line = Line::new(archive);
-    line.find_with(Lists::OfManifest).await?;
+    line.find_to_read().await?;
     let view = &line.view;
     let store = view.store.filter(|_| view.next > 1).ok_or(Error::Empty)?;
     let manifest = view.manifest.map(|(position, manifest)| {

@@ -91,13 +91,31 @@ layout! {
 
 layout! {
     /// The encoded body of the hint.
-    pub struct HintRaw: 24 {
+    pub struct HintRaw: 40 {
         /// Position of the last object of the line.
         0 => end: u64,
         /// Position of the newest manifest, or zero if there is none.
         8 => manifest: u64,
         /// Number of the newest boundary, or zero if there is none.
         16 => bound: u64,
+        /// Position from which a restore of the end reads the line.
+        24 => start: u64,
+        /// Number of further positions.
+        32 => lines: u32,
+        /// Number of data objects.
+        36 => data: u32,
+    }
+}
+
+layout! {
+    /// The encoded key of a data object in a hint.
+    pub struct DataKeyRaw: 24 {
+        /// Term in the key.
+        0 => term: u64,
+        /// Random number in the key.
+        8 => random: u64,
+        /// Number in the key.
+        16 => index: u64,
     }
 }
 
@@ -219,8 +237,8 @@ pub struct Bound {
     pub object: LineObject,
 }
 
-/// A hint at the position of the end of the line. It may be missing, out of date or wrong.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A hint at the objects that a restore of the end of the line reads. It may be missing, out of date or wrong.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Hint {
     /// Position of the last object of the line.
     pub end: u64,
@@ -228,6 +246,12 @@ pub struct Hint {
     pub manifest: u64,
     /// Number of the newest boundary, or zero if there is none.
     pub bound: u64,
+    /// Position from which the line is read, or zero if it is not known.
+    pub start: u64,
+    /// Further positions that are read, at most [`LINES_MAX`](Self::LINES_MAX).
+    pub lines: Vec<u64>,
+    /// Data objects that are read, at most [`DATA_MAX`](Self::DATA_MAX).
+    pub data: Vec<DataKey>,
 }
 
 impl LineObject {
@@ -419,13 +443,33 @@ impl Bound {
 }
 
 impl Hint {
+    /// Number of positions after `end` for which a search first looks, at distances 1, 3, 7 and so on.
+    pub const PROBES: u32 = 4;
+    /// Maximum number of positions in `lines`.
+    pub const LINES_MAX: usize = 32;
+    /// Maximum number of data objects. A reader fetches all of them at once.
+    pub const DATA_MAX: usize = 8;
+
     /// Encodes the hint as an object of `store`, written in `term`.
     #[must_use]
     pub fn encode(&self, store: StoreId, term: u64) -> Vec<u8> {
         let nonce = Nonce::default();
         let header =
             Header { kind: Kind::Hint, store, key: ObjectKey::Newest, term, nonce, nonce_before: nonce };
-        header.encode(&HintRaw { end: self.end, manifest: self.manifest, bound: self.bound }.to_bytes())
+        let raw = HintRaw {
+            end: self.end,
+            manifest: self.manifest,
+            bound: self.bound,
+            start: self.start,
+            lines: self.lines.len() as u32,
+            data: self.data.len() as u32,
+        };
+        let mut body = raw.to_bytes().to_vec();
+        self.lines.iter().for_each(|position| body.extend_from_slice(&position.to_le_bytes()));
+        for DataKey { term, random, index } in self.data.iter().copied() {
+            body.extend_from_slice(&DataKeyRaw { term, random, index }.to_bytes());
+        }
+        header.encode(&body)
     }
 
     /// Decodes the hint (SPEC B5).
@@ -437,11 +481,30 @@ impl Hint {
         let (_, body) = decode_at(bytes, ObjectKey::Newest, store)?;
         let mut cursor = Cursor::new(body, ObjectHeaderRaw::LEN);
         let raw = HintRaw::from_bytes(cursor.array()?);
-        for (field, number) in [raw.end, raw.manifest, raw.bound].into_iter().enumerate() {
-            check_limit("number in the hint", number, NUMBER_MAX, ObjectHeaderRaw::LEN + 8 * field)?;
+        let HintRaw { end, manifest, bound, start, lines, data } = raw;
+        let at = ObjectHeaderRaw::LEN;
+        for (field, number) in [end, manifest, bound, start].into_iter().enumerate() {
+            check_limit("number in the hint", number, NUMBER_MAX, at + 8 * field)?;
+        }
+        check_limit("number of positions", lines.into(), Self::LINES_MAX as u64, at + 32)?;
+        check_limit("number of data objects", data.into(), Self::DATA_MAX as u64, at + 36)?;
+        let mut hint = Self { end, manifest, bound, start, ..Self::default() };
+        for entry in 0..lines as usize {
+            let position = u64::from_le_bytes(*cursor.array()?);
+            check_limit("position in the hint", position, NUMBER_MAX, at + HintRaw::LEN + 8 * entry)?;
+            hint.lines.push(position);
+        }
+        let at = at + HintRaw::LEN + 8 * hint.lines.len();
+        for entry in 0..data as usize {
+            let DataKeyRaw { term, random, index } = DataKeyRaw::from_bytes(cursor.array()?);
+            for (field, number) in [term, random, index].into_iter().enumerate() {
+                let at = at + DataKeyRaw::LEN * entry + 8 * field;
+                check_limit("number of a data object in the hint", number, NUMBER_MAX, at)?;
+            }
+            hint.data.push(DataKey { term, random, index });
         }
         cursor.finish()?;
-        Ok(Self { end: raw.end, manifest: raw.manifest, bound: raw.bound })
+        Ok(hint)
     }
 }
 

@@ -170,7 +170,6 @@ impl Process {
     /// Returns a violation, or the reason why the store was not opened.
     pub async fn open(&self) -> Result<SimLine<'_>, Stop> {
         let mut line = Line::new(self.archive());
-        line.find().await?;
         self.open_directory(&mut line).await?;
         let mut local = self.local();
         if self.takeover == Takeover::Permitted {
@@ -192,9 +191,12 @@ impl Process {
     async fn open_directory(&self, line: &mut SimLine<'_>) -> Result<(), Stop> {
         let is_absent = self.world.borrow().machines[self.machine].is_none();
         if is_absent {
-            let store = self.restore_directory(line).await?;
+            let mut reader = Line::new(self.archive());
+            reader.find_to_claim().await?;
+            let store = self.restore_directory(&mut reader).await?;
             self.world.borrow_mut().machines[self.machine] = Some(store);
         }
+        line.find().await?;
         let local = self.local();
         let random = self.world.borrow_mut().draw();
         local.with(|store| store.plan_opening(random));

@@ -151,9 +151,9 @@ fn wrong_hint_does_not_change_the_result() {
     let expected = read(&mut stage).expect("the line can be read");
     let store = line.store().expect("the line has objects");
     for hint in [
-        Hint { end: 4, manifest: 3, bound: 1 },
-        Hint { end: 900, manifest: 901, bound: 902 },
-        Hint { end: 1, manifest: 0, bound: 0 },
+        Hint { end: 4, manifest: 3, bound: 1, ..Hint::default() },
+        Hint { end: 900, manifest: 901, bound: 902, ..Hint::default() },
+        Hint { end: 1, ..Hint::default() },
     ] {
         stage.world.borrow_mut().apply(&Effect::Put(ObjectKey::Newest, hint.encode(store, 1).into()));
         assert_eq!(read(&mut stage).expect("the line can be read"), expected, "{hint:?}");

@@ -151,7 +151,8 @@ pub fn samples() -> Vec<Sample> {
     samples.push(Sample {
         name: "hint",
         key: ObjectKey::Newest,
-        bytes: Hint { end: 21, manifest: 19, bound: 3 }.encode(STORE, 12),
+        bytes: Hint { end: 21, manifest: 19, bound: 3, start: 17, lines: vec![15, 18], data: vec![key] }
+            .encode(STORE, 12),
     });
     samples.push(Sample {
         name: "probe",

@@ -5,16 +5,16 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use remanent_archive::object::{
-    BatchPoint, BoundRaw, BoundaryRaw, CatalogRaw, DATA_OBJECT_LEN_MAX, DataRefRaw, FenceRaw, HintRaw,
-    KeptSnapshotRaw, Kind, LINE_OBJECT_LEN_MAX, LineHeadRaw, ManifestRaw, OBJECT_MAGIC, ObjectHeaderRaw,
-    PART_LEN_MAX, Role, RunRaw, crc64,
+    BatchPoint, BoundRaw, BoundaryRaw, CatalogRaw, DATA_OBJECT_LEN_MAX, DataKeyRaw, DataRefRaw, FenceRaw,
+    HintRaw, KeptSnapshotRaw, Kind, LINE_OBJECT_LEN_MAX, LineHeadRaw, ManifestRaw, OBJECT_MAGIC,
+    ObjectHeaderRaw, PART_LEN_MAX, Role, RunRaw, crc64,
 };
 use remanent_format::layout::{Field, LayoutTable};
 use remanent_format::{Incarnation, Lsn};
 
 const PAGE: &str = include_str!("../../../format/SPEC.md");
 
-const LAYOUTS: [LayoutTable; 11] = [
+const LAYOUTS: [LayoutTable; 12] = [
     ObjectHeaderRaw::TABLE,
     LineHeadRaw::TABLE,
     DataRefRaw::TABLE,
@@ -26,6 +26,7 @@ const LAYOUTS: [LayoutTable; 11] = [
     KeptSnapshotRaw::TABLE,
     BoundRaw::TABLE,
     HintRaw::TABLE,
+    DataKeyRaw::TABLE,
 ];
 
 fn chapter() -> &'static str {
