@@ -19,7 +19,7 @@ use crate::local::{FenceRecord, LocalStore};
 use crate::object::{BatchPoint, Hint, KeptSnapshot, Part};
 use crate::read_ahead::ReadAhead;
 
-/// Number of attempts to read a state. Each failed attempt was overtaken by a boundary.
+/// Maximum number of attempts to read a state. An attempt fails if a boundary overtakes it.
 const READ_ATTEMPTS: u32 = 6;
 
 /// The result of a push.
@@ -94,7 +94,8 @@ pub async fn push<B: Bucket, N: Nonces>(
     Ok(pushed)
 }
 
-/// Named snapshots that the archive lacks, and those whose names were given up in the directory.
+/// The differences in named snapshots: the snapshots that the archive lacks, and the snapshots whose names were given
+/// up in the directory.
 struct Names {
     new: Vec<NamedParts>,
     given_up: Vec<SnapshotId>,
@@ -176,11 +177,12 @@ pub async fn restore<B: Bucket, N: Nonces>(
 }
 
 /// Restores the end of an archive like [`restore`], but without the contents of image files. The log, manifests and
-/// tables are restored. An open of the directory with the archive fetches the images when pages are read, and all others
-/// in the background. Until then, the directory can only be opened with the archive, for writing.
+/// tables are restored. An open of the directory with the archive fetches images when pages are read, and all other
+/// images in the background. Until all images are fetched, the directory can be opened only for writing and only with
+/// the archive.
 ///
-/// The archive is claimed, so that the data objects which the directory lacks are kept until they are fetched, unless
-/// another directory claims the archive.
+/// The restore claims the archive. The data objects that the directory lacks are therefore kept until they are fetched,
+/// unless another directory claims the archive.
 ///
 /// # Errors
 /// Returns the errors of [`restore`].
@@ -283,14 +285,14 @@ pub async fn copy<B: Bucket, N: Nonces>(
     Err(Error::Overtaken { position: line.start() })
 }
 
-/// A state of an archive in a [`ViewDirectory`].
+/// A state of an archive that was written into a [`ViewDirectory`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ViewedState {
-    /// The last batch in the directory. The state at an earlier batch is opened in the engine.
+    /// The end of the state in the directory. The engine can open the state at an earlier batch.
     pub end: RestoredEnd,
-    /// The parts of image files, in the order in which they were listed. Of two parts of a file at one offset, the
-    /// later one counts. [`fetch_part`](crate::line::fetch_part) fetches one.
+    /// The parts of image files, in the order in which they were listed. If two parts of a file have the same offset,
+    /// the later part is used. [`fetch_part`](crate::line::fetch_part) fetches a part.
     pub images: Vec<ListedPart>,
 }
 

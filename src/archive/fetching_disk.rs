@@ -1,4 +1,5 @@
-//! The directory of a store that was restored on demand, as a disk whose image files are complete.
+//! A disk for the directory of a store that was restored on demand. Reads of image files fetch missing parts, so that
+//! the files appear complete.
 
 use std::io::ErrorKind;
 use std::ops::Range;
@@ -13,7 +14,7 @@ use crate::engine::Engine;
 use crate::error::{Error, IoAction, Result};
 use crate::options::{ArchiveOptions, ImageIo, LogIo};
 
-/// A directory that lacks parts of image files. Reads fetch them.
+/// A directory that lacks parts of image files. Reads fetch the missing parts.
 pub(crate) struct FetchingDisk {
     disk: Arc<dyn Disk>,
     files: Arc<UnfetchedFiles>,
@@ -27,10 +28,10 @@ struct FetchingFile {
 }
 
 impl FetchingDisk {
-    /// Returns `None` if the directory contains all parts.
+    /// Returns a disk that fetches missing parts, or `None` if the directory contains all parts.
     ///
     /// # Errors
-    /// Damage of UNFETCHED; [`Error::Archive`] for options that cannot be used.
+    /// [`Error::Damaged`] if UNFETCHED is damaged; [`Error::Archive`] if the options are invalid.
     pub fn find(disk: &Arc<dyn Disk>, options: &ArchiveOptions) -> Result<Option<Arc<Self>>> {
         let files = UnfetchedFiles::read(disk.clone(), options)?;
         Ok(files.map(|files| Arc::new(Self { disk: disk.clone(), files: Arc::new(files) })))
@@ -50,7 +51,7 @@ impl FetchingDisk {
         })
     }
 
-    /// Removes a file from UNFETCHED before its name is given to another file.
+    /// Removes a file from UNFETCHED, before the file's name is given to another file.
     fn forget(&self, file: FileName) -> Result<()> {
         if let FileName::Pages(number) = file { self.files.forget(number) } else { Ok(()) }
     }
@@ -178,7 +179,7 @@ impl Disk for FetchingDisk {
 }
 
 impl FetchingFile {
-    /// Fetches the parts of a range that are missing. Returns false if the whole file was read back from the medium.
+    /// Fetches the missing parts of a range. Returns false if the whole file was read back from the medium.
     fn provide(&self, offset: u64, len: usize) -> Result<bool> {
         self.files.provide(self.number, offset..offset.saturating_add(len as u64))
     }

@@ -1,5 +1,5 @@
-//! The image files of a store that was restored on demand. Their parts are fetched from the archive when they are read,
-//! and all others in the background.
+//! The image files of a store that was restored on demand. Parts of these files are fetched from the archive when they
+//! are read, and all other parts are fetched in the background.
 //!
 //! A part is fetched, compared with its checksum, and written into its file. Only then is it read. Once a file is
 //! complete, it is synced and read back from the medium (I7), and removed from UNFETCHED. An image file never changes
@@ -33,7 +33,7 @@ use crate::options::ArchiveOptions;
 const THREADS: usize = 4;
 /// Pause after a part could not be fetched in the background.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
-/// Number of the temporary file. Others with lower numbers belong to STORE and ARCHIVE.
+/// Number of the temporary file. The lower numbers belong to STORE and ARCHIVE.
 const TEMPORARY: u64 = 2;
 
 /// The parts of image files that are not known to be durable in the directory.
@@ -56,7 +56,7 @@ struct State {
     waiting: VecDeque<(u64, u64)>,
     /// Complete files that are not read back yet.
     complete: Vec<u64>,
-    /// The file that is being removed from UNFETCHED, or `None`. No part is written to it any more.
+    /// The file that is being removed from UNFETCHED, or `None`. No further part is written to this file.
     leaving: Option<u64>,
     is_stopped: bool,
 }
@@ -64,14 +64,15 @@ struct State {
 struct Part {
     listed: ListedPart,
     status: PartStatus,
-    /// Whether the medium returned other bytes than were written. The page cache may still contain the right bytes.
+    /// Whether the medium returned bytes that differ from the written bytes. The page cache may still contain the right
+    /// bytes.
     is_bad: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PartStatus {
     Missing,
-    /// A thread fetches the part. Others wait for it.
+    /// A thread fetches the part. Other threads wait for this thread.
     Fetching,
     /// The same thread writes the part to its file, which must keep its name in the meantime.
     Writing,
@@ -176,7 +177,7 @@ impl UnfetchedFiles {
             let fetched = self.bucket.block_on(fetch_part(archive, listed));
             let bytes = fetched.map_err(|failure| error_of(&self.url, &failure))?;
             if !self.begin_write(part) {
-                // Nobody needs the part any more, and the open file may already contain other images.
+                // The part is no longer needed, and the open file may already contain other images.
                 return Ok(());
             }
             file.write_at(part.offset, &bytes)?;
@@ -185,7 +186,7 @@ impl UnfetchedFiles {
         Ok(())
     }
 
-    /// Sets the status of a part to `Writing`. Returns false if the file has left UNFETCHED.
+    /// Sets the status of a part to `Writing`. Returns false if the file was removed from UNFETCHED.
     fn begin_write(&self, part: &ArchivedPart) -> bool {
         let mut state = self.state.lock();
         while state.leaving == Some(part.file) {
@@ -245,8 +246,8 @@ impl UnfetchedFiles {
         if is_removed { Ok(()) } else { self.disk.remove(FileName::Pages(number)) }
     }
 
-    /// Calls `act` with the list without a file, and then forgets the file. No part is written to the file from the start
-    /// of `act` on. Does nothing if the list does not contain the file.
+    /// Removes a file from the list. First calls `act` with the list without the file. After `act` has begun, no part
+    /// is written to the file. Does nothing if the list does not contain the file.
     fn leave(&self, number: u64, act: impl FnOnce(&UnfetchedParts) -> Result<()>) -> Result<()> {
         let _one_at_a_time = self.publishing.lock();
         let left = {
@@ -287,8 +288,8 @@ impl UnfetchedFiles {
         Ok(())
     }
 
-    /// Returns the next work of a background thread. Waits while there is none. Returns `None` if nothing is left, or the
-    /// threads must stop.
+    /// Returns the next work of a background thread, after waiting for it if necessary. Returns `None` if no work
+    /// remains or the threads must stop.
     fn next(&self) -> Option<Work> {
         let mut state = self.state.lock();
         loop {
@@ -309,8 +310,8 @@ impl UnfetchedFiles {
         }
     }
 
-    /// Fetches all parts in the background. If the failure may pass, the part is fetched again later. If the archive has
-    /// lost the part, it is tried again only when it is read.
+    /// Fetches all parts in the background. After a temporary failure, the part is fetched again later. If the archive
+    /// has lost the part, the next attempt is made only when the part is read.
     fn fetch_all(&self) {
         while let Some(work) = self.next() {
             let done = match work {
@@ -412,7 +413,7 @@ impl Drop for FetchThreads {
     fn drop(&mut self) {
         self.files.state.lock().is_stopped = true;
         self.files.changed.notify_all();
-        // Ends pauses before further attempts of a request.
+        // Ends the pauses between the attempts of a request.
         self.files.bucket.stop();
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {

@@ -20,8 +20,8 @@ use crate::object::{
 };
 use crate::rules::Rule;
 
-/// Maximum number of parts that are uploaded concurrently. Each one uses 8 MiB of memory, like the part that is read
-/// meanwhile, so that an upload uses 64 MiB.
+/// Maximum number of parts that are uploaded concurrently. Each of them, and the part that is being read, uses 8 MiB of
+/// memory, so an upload uses 64 MiB.
 pub const UPLOADS_MAX: usize = 7;
 
 /// A line object that was appended.
@@ -44,8 +44,8 @@ pub struct SnapshotParts {
     pub redo: BatchPoint,
     /// The batch up to which a restore of the snapshot replays the log.
     pub end: BatchPoint,
-    /// Parts of links, image files and tables. If the snapshot follows a gap, also parts of the frames from `redo` to
-    /// `end`.
+    /// Parts of links, image files and tables. If the snapshot follows a gap, they include parts of the frames from
+    /// `redo` to `end`.
     pub parts: Vec<Part>,
     /// Whether batches below `redo` were not archived because their log was recycled (rule 28).
     pub follows_gap: bool,
@@ -97,12 +97,12 @@ impl Draft {
     }
 }
 
-/// An object to append. Its create may have been sent already.
+/// An object to append, whose create may already have been sent.
 #[derive(Clone, Debug)]
 pub(super) struct Pending {
     draft: Draft,
-    /// The object at the position that is being tried, and its encoding. Neither changes until the outcome of the
-    /// create is known (rule 3, [frozen]).
+    /// The object for the current position, and its encoding. Neither changes until the outcome of the create is known
+    /// (rule 3, [frozen]).
     frozen: Option<(LineObject, Vec<u8>)>,
 }
 
@@ -110,7 +110,7 @@ pub(super) struct Pending {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AppendOutcome {
     Appended(Appended),
-    /// The boundary of another process was found on the line, so the caller must make the draft again.
+    /// The boundary of another process was found on the line, so the caller must create the draft again.
     Redraft,
 }
 
@@ -174,7 +174,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
     }
 
-    /// Returns those of `parts` that must be uploaded before an object that lists them is appended.
+    /// Returns the elements of `parts` that must be uploaded before an object that lists `parts` is appended.
     #[must_use]
     pub fn missing_parts(&self, parts: &[Part]) -> Vec<Part> {
         let known = self.archived_parts();
@@ -246,7 +246,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         let mut is_complete = false;
         loop {
             let is_waiting = is_complete || failure.is_some() || running.len() >= UPLOADS_MAX;
-            // Also starts the requests, so that they are sent while the next part is read.
+            // Polling the requests starts them, so that they are sent while the next part is read.
             let done =
                 if is_waiting { running.next().await } else { running.next().now_or_never().flatten() };
             if let Some((entry, object, created)) = done {
@@ -254,7 +254,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
                     Ok(()) => self.note_uploaded(entry),
                     Err(error) => failure = failure.or(Some(error)),
                 }
-                spare.extend(Arc::into_inner(object)); // The memory is used again.
+                spare.extend(Arc::into_inner(object)); // The memory is reused.
                 continue;
             }
             if is_waiting {
@@ -272,7 +272,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
     }
 
-    /// Gives the data object with a part a key and a header.
+    /// Assigns a key to the data object of a part, and writes its header.
     fn address(&mut self, part: Part, mut object: Vec<u8>) -> Result<(DataRef, Arc<Vec<u8>>, Nonce)> {
         let store = self.view.store.ok_or(Error::NoFence)?;
         let key = self.data_key(&part)?;
@@ -282,7 +282,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok((DataRef { key, part }, Arc::new(object), nonce))
     }
 
-    /// Creates a data object, and also returns its entry and its memory.
+    /// Creates a data object. Returns the result, the entry of the object, and its memory.
     async fn send_data(
         &self,
         entry: DataRef,
@@ -342,8 +342,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
     }
 
-    /// Appends a catalog that lists the kept named snapshots without those in `removed`, and with `new`. First uploads
-    /// the parts of `new` that are not archived yet (rules 9 to 12 and 17). Returns `None` if nothing changes.
+    /// Appends a catalog that lists the kept named snapshots except those in `removed`, and in addition `new`. First
+    /// uploads the parts of `new` that are not archived yet (rules 9 to 12 and 17). Returns `None` if nothing changes.
     ///
     /// If a kept snapshot has the name of `new`, `new` replaces it.
     ///
@@ -479,8 +479,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(DataKey { term, random, index: data_objects })
     }
 
-    /// Completes the object of an earlier append, if there is one. Returns `None` if there is none, or if its draft
-    /// must be made again.
+    /// Completes the object of an earlier append. Returns `None` if there is no such object, or if its draft must be
+    /// created again.
     async fn complete_pending(&mut self, local: &dyn LocalStore) -> Result<Option<Appended>> {
         if self.pending.is_none() {
             return Ok(None);
@@ -611,7 +611,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     }
 
     /// Checks that no boundary starts above `position`, at which an object was created or found (rule 16, [check]). If
-    /// one does, the position was deleted: a stalled process created it again.
+    /// a boundary does, the object at the position was deleted earlier, and a stalled process created it again.
     pub(super) async fn check_created(&mut self, position: u64) -> Result<()> {
         if !self.archive.rules.follow(Rule::Check) {
             return Ok(());

@@ -14,7 +14,7 @@ use crate::object::{
     ObjectKey, Role, decode_data,
 };
 
-/// Number of attempts to audit the archive. Each failed attempt was overtaken by a boundary.
+/// Maximum number of attempts to audit the archive. An attempt fails if a boundary overtakes it.
 const AUDIT_ATTEMPTS: u32 = 4;
 /// Maximum number of positions in one gap of a listing that are checked.
 const GAP_MAX: usize = 64;
@@ -39,7 +39,7 @@ pub struct Audited {
     pub objects: u64,
     /// Total length of these objects in bytes.
     pub bytes: u64,
-    /// Number of data objects that were skipped, because only a share was read.
+    /// Number of data objects that were skipped, because only a share of them was read.
     pub left_out: u64,
     /// The last archived batch that was read.
     pub archived: BatchPoint,
@@ -83,7 +83,7 @@ struct Audit<'a, B, N> {
     lowest: u64,
     /// Position, nonce and last archived batch of the previous object, if it is intact.
     before: Option<(u64, Nonce, BatchPoint)>,
-    /// Links for the object after the last intact one.
+    /// The links that the object after the last intact object must contain.
     links: Links,
     manifests: BTreeMap<u64, Manifest>,
     /// Lists of data objects of runs, manifests and catalogs, by position.
@@ -170,8 +170,8 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
         Ok(found)
     }
 
-    /// Reads the copies of boundaries that a search for the newest one reads. Returns false if the copy of the newest
-    /// boundary is damaged.
+    /// Reads the copies of boundaries that a search for the newest boundary reads. Returns false if the copy of the
+    /// newest boundary is damaged.
     async fn read_bounds(&mut self) -> Result<bool> {
         let (mut low, mut step) = (0, 1);
         while self.read_bound(low + step).await? {
@@ -183,7 +183,7 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
             let middle = low + (high - low) / 2;
             if self.read_bound(middle).await? { low = middle } else { high = middle }
         }
-        // If a copy is missing, the search ends below it. Only a listing shows that there are more.
+        // If a copy is missing, the search ends below it. Only a listing shows that later copies exist.
         for number in above(low, &self.listed(Folder::Bound).await?) {
             if !self.read_bound(number).await? {
                 self.note(ObjectKey::Bound(number), Damage::Missing);
@@ -231,7 +231,7 @@ impl<'a, B: Bucket, N: Nonces> Audit<'a, B, N> {
         if self.line.exists(ObjectKey::Line(start)).await? {
             last = self.line.end_after(start, Hint::PROBES).await?;
         }
-        // If an object is missing, the search ends below it. Only a listing shows that there are more.
+        // If an object is missing, the search ends below it. Only a listing shows that later objects exist.
         Ok((start..last + 1, above(last, &listed)))
     }
 

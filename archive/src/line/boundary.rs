@@ -1,9 +1,10 @@
 //! Appends boundaries, copies them to `bound/`, and deletes the objects that they release (rules 14, 15 and 17 to 20).
 //!
-//! A *boundary* is a line object that states a lower end of the line, its start. It releases the objects below the
+//! A *boundary* is a line object that states the lowest position to keep, its start. It releases the objects below the
 //! start, except the catalogs of the named snapshots that it lists, and the data objects that no remaining object
-//! lists. A *sweep* deletes released objects. It runs one boundary late: after boundary *k* was appended, the objects
-//! that boundary *k* - 1 released are deleted, so that a reader which started before boundary *k* still finds them.
+//! lists. A *sweep* deletes released objects. Sweeps lag one boundary behind: after boundary *k* was appended, a sweep
+//! deletes the objects that boundary *k* - 1 released. A reader that started before boundary *k* thus still finds the
+//! objects that boundary *k* releases.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -17,22 +18,23 @@ use crate::object::{
 };
 use crate::rules::Rule;
 
-/// Proof that every part of a manifest is stored as the manifest states (rule 18). Required by [`prune`](Line::prune).
+/// Proof that the bucket contains every part of a manifest with the stated bytes (rule 18). Required by
+/// [`prune`](Line::prune).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Verified {
     manifest: u64,
 }
 
 impl Verified {
-    /// Creates the proof for the manifest at a position. The caller states that the server compared every part with its
-    /// checksum when the part was uploaded.
+    /// Creates the proof for the manifest at a position. The caller guarantees that the server verified the checksum of
+    /// every part during its upload.
     #[must_use]
     pub fn by_server(manifest: u64) -> Self {
         Self { manifest }
     }
 }
 
-/// The progress of reading back a manifest: the parts that are left (rule 18).
+/// The progress of reading back a manifest: the parts that were not read yet (rule 18).
 #[derive(Clone, Debug)]
 pub struct Verification {
     manifest: u64,
@@ -107,7 +109,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Some(Verification { manifest, left })
     }
 
-    /// Reads back a few parts concurrently. Returns `None` while parts are left, and then the proof. Other objects may
+    /// Reads back a few parts concurrently. Returns the proof after the last part, and `None` before. Other objects may
     /// be appended between two calls.
     ///
     /// # Errors
@@ -169,8 +171,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(Pruned::Boundary { number, start, swept })
     }
 
-    /// Returns the changes that [`prune`](Line::prune) would make, or `None` if it would make none. Changes nothing.
-    /// Call [`find`](Line::find) first.
+    /// Returns the changes that [`prune`](Line::prune) would make, or `None` if it would change nothing. This call
+    /// itself changes nothing. Call [`find`](Line::find) first.
     ///
     /// # Errors
     /// Returns [`Error::Damaged`] or [`Error::Bucket`] if an object cannot be read.
@@ -216,7 +218,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
         self.set_pending(Draft::Boundary(boundary.clone()));
         let AppendOutcome::Appended(appended) = self.create_pending(None).await? else { return Ok(None) };
-        // The number that this boundary was given. The check after its create may already have found newer boundaries.
+        // The number of this boundary. The check after its create may already have found newer boundaries.
         let own = self.view.boundaries.get(&appended.position).map(|object| Bound { object: object.clone() });
         let number = own.map_or(self.view.boundary_number, |bound| bound.number());
         if !self.archive.rules.follow(Rule::BComp) {
@@ -256,7 +258,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     /// processes create the same bytes, so it does not matter which one is first.
     ///
     /// # Errors
-    /// Returns [`Error::Superseded`] if the copy with this number is that of another boundary.
+    /// Returns [`Error::Superseded`] if the copy with this number belongs to another boundary.
     pub(super) async fn complete_boundaries(&mut self) -> Result<()> {
         let rules = self.archive.rules;
         if !rules.follow(Rule::BComp) || !rules.follow(Rule::Chain) {
@@ -365,8 +367,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let deleted = self.delete(ObjectKey::Data(key)).await;
             *if deleted { &mut swept.data_objects } else { &mut swept.refused } += 1;
         }
-        // Line objects are deleted last: after an interrupted sweep, the next one still needs their lists. So it does
-        // after a refused delete, for example because of an object lock.
+        // Line objects are deleted last: after an interrupted sweep, the next one still needs their lists. The same
+        // applies after a refused delete, for example because of an object lock.
         if swept.refused > 0 {
             return Ok(swept);
         }
@@ -446,8 +448,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(unlisted)
     }
 
-    /// Returns the sorted positions of the line objects to delete: those below `before` that the bucket still lists,
-    /// and all from `before` up to `start`. Excludes the catalogs of `kept`.
+    /// Returns the sorted positions of the line objects to delete: the objects below `before` that the bucket still
+    /// lists, and all objects from `before` up to `start`. Excludes the catalogs of `kept`.
     async fn positions_below(&self, start: u64, before: u64, kept: &[KeptSnapshot]) -> Result<Vec<u64>> {
         let names = self.list(Folder::Line).await?;
         let left = names.iter().filter_map(|name| match ObjectKey::parse(name) {

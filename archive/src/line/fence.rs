@@ -10,16 +10,17 @@ use crate::local::{FenceRecord, LocalStore};
 use crate::object::{BatchPoint, Content, Fence, KeptSnapshot, LineObject, Nonce, ObjectKey, predecessor};
 use crate::rules::Rule;
 
-/// Maximum number of recorded fences. Beyond it, the oldest record of unknown outcome is dropped.
+/// Maximum number of recorded fences. If it is exceeded, the oldest record of unknown outcome is dropped.
 const FENCES_MAX: usize = 256;
 
 /// Whether a directory may create a fence if it has no record of the newest one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Takeover {
-    /// Reject the directory unless it recorded the newest fence and knows the named snapshots of the archive.
+    /// Reject the directory unless it recorded the newest fence, and contains or contained every named snapshot of the
+    /// archive.
     Refused,
-    /// Accept the directory: the user states that the writer of the newest fence will never return. The last archived
-    /// batch must still be in the history of the directory.
+    /// Accept the directory, because the user guarantees that the writer of the newest fence will never continue. The
+    /// last archived batch must still be in the history of the directory.
     Permitted,
 }
 
@@ -31,7 +32,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     /// Returns the errors of [`check_lineage`](Line::check_lineage) with nothing changed, [`Error::Superseded`] if
     /// another writer created a fence first, and [`Error::Unknown`] if the bucket can no longer be reached. If
     /// [`term`](Line::term) returns a value after an error, the term has started, and the next append completes the
-    /// rest.
+    /// remaining steps.
     pub async fn fence<L: LocalStore>(&mut self, local: &mut L, takeover: Takeover) -> Result<()> {
         self.check_lineage(local, takeover)?;
         self.fence_at(local, takeover, None).await?;
@@ -88,13 +89,13 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(())
     }
 
-    /// Starts a restore, which has no directory yet: creates a fence without openings. The caller then reads the state
-    /// up to the fence, restores it, and calls [`fence`](Line::fence). If it read the state first, a busy writer would
-    /// always append before the fence is created.
+    /// Starts a restore by creating a fence without openings, because the restore has no directory yet. The caller then
+    /// reads the state up to the fence, restores it, and calls [`fence`](Line::fence). If a restore read the state
+    /// first, a busy writer would always append before the fence is created.
     ///
-    /// `nonce` must be durable in the directory that is being restored. The same nonce is used at every position that
-    /// is tried, because this fence can never appear where another object was found. Returns the record of the fence,
-    /// which the caller stores in the directory.
+    /// `nonce` must be durable in the directory that is being restored. The call uses the same nonce at every position
+    /// that it tries, because the fence can never appear at a position where another object was found. Returns the
+    /// record of the fence, which the caller stores in the directory.
     ///
     /// # Errors
     /// Returns [`Error::Empty`] if the archive contains no fence, and the errors of [`fence`](Line::fence).

@@ -14,7 +14,7 @@ use crate::object::{
 };
 use crate::rules::Rule;
 
-/// Number of attempts to find the end. Each failed attempt was overtaken by a boundary.
+/// Maximum number of attempts to find the end. An attempt fails if a boundary overtakes it.
 const FIND_ATTEMPTS: u32 = 12;
 
 /// Line objects that were read, by position.
@@ -31,7 +31,7 @@ const FIRST_POSITIONS: u32 = 8;
 /// Determines which lists of data objects are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lists {
-    /// Every kept list. A writer needs them all.
+    /// Every kept list. A writer needs all of them.
     All,
     /// Only the list of the newest manifest, so that the number of requests does not depend on the number of objects.
     OfManifest,
@@ -176,7 +176,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         Ok(())
     }
 
-    /// Looks for boundaries above the newest known one. If there is none, this takes a single GET.
+    /// Searches for boundaries above the newest known boundary. If there is none, the search takes a single GET.
     pub(super) async fn find_newer_boundary(&mut self) -> Result<()> {
         self.newest_boundary(0, 1).await
     }
@@ -216,7 +216,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         };
         if !has_start {
             if start == 1 {
-                return Ok(()); // Empty, or a boundary has passed; the caller checks which.
+                return Ok(()); // The line is empty, or a boundary has passed. The caller distinguishes the two cases.
             }
             return Err(self.missing(ObjectKey::Line(start), start).await?);
         }

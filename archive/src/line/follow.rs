@@ -35,8 +35,8 @@ pub struct Cut {
     pub incarnation: u32,
 }
 
-/// A place on the line from which its objects are read in order. It keeps a few objects in memory, and none of the lists
-/// of data objects that a [`Line`] keeps.
+/// A position on the line from which its objects are read in order. The cursor keeps a few objects in memory, but not
+/// the lists of data objects that a [`Line`] keeps.
 #[derive(Clone, Debug)]
 pub struct LineCursor {
     store: StoreId,
@@ -102,9 +102,9 @@ impl LineCursor {
     /// Returns the next object, or `None` if it does not exist yet. While objects exist, up to eight of them are read
     /// concurrently.
     ///
-    /// A call without an object takes one GET, and does not notice if a boundary has passed the position;
-    /// [`check_kept`](LineCursor::check_kept) does. Each read of objects takes one more GET, which excludes objects that a
-    /// stalled writer created again at deleted positions (rule 22).
+    /// If the next object does not exist, the call takes one GET. It does not detect that a boundary has passed the
+    /// position; [`check_kept`](LineCursor::check_kept) detects this. Each read of objects takes one more GET, which
+    /// excludes objects that a stalled writer created again at deleted positions (rule 22).
     ///
     /// # Errors
     /// Returns [`Error::Overtaken`] if a boundary has passed the position, [`Error::Damaged`] if the object is invalid or
@@ -134,7 +134,8 @@ impl LineCursor {
     /// Checks that no boundary has passed the next position. Takes one GET, and one more after a new boundary.
     ///
     /// # Errors
-    /// Returns [`Error::Overtaken`] if one has, and [`Error::Bucket`] if the bucket cannot be reached.
+    /// Returns [`Error::Overtaken`] if a boundary has passed the position, and [`Error::Bucket`] if the bucket cannot
+    /// be reached.
     pub async fn check_kept<B: Bucket, N: Nonces>(&mut self, archive: Archive<'_, B, N>) -> Result<()> {
         let mut line = self.line(archive);
         let is_overtaken = line.is_overtaken(self.next).await?;
@@ -168,7 +169,7 @@ impl LineCursor {
         Ok(frames)
     }
 
-    /// Returns the parts of files that a run names. [`fetch_part`](super::fetch_part) fetches one.
+    /// Returns the parts of files that a run names. [`fetch_part`](super::fetch_part) fetches a part.
     #[must_use]
     pub fn listed_files(&self, object: &LineObject) -> Vec<ListedPart> {
         let files = object.data.iter().filter(|entry| entry.part.role != Role::Frames);
@@ -176,7 +177,7 @@ impl LineCursor {
         files.map(listed).collect()
     }
 
-    /// Returns a handle that knows the newest boundary, and nothing else of the line.
+    /// Returns a handle that has read only the newest boundary of the line.
     fn line<'a, B: Bucket, N: Nonces>(&self, archive: Archive<'a, B, N>) -> Line<'a, B, N> {
         let mut line = Line::new(archive);
         line.view.store = Some(self.store);

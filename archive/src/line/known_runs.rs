@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 use crate::object::{Content, Manifest};
 
 impl<B: Bucket, N: Nonces> Line<'_, B, N> {
-    /// Reads the line backwards until all runs above `redo` are known. A process initially knows only the runs that it
-    /// appended or found itself.
+    /// Reads the line backwards until `runs` contains all runs above `redo`. Initially, it contains only the runs that
+    /// this process has appended or found.
     pub(super) async fn load_runs(&mut self, redo: Lsn) -> Result<()> {
         if redo >= self.view.runs_above {
             return Ok(());

@@ -37,7 +37,7 @@ pub async fn fetch_part<B: Bucket, N: Nonces>(
 }
 
 impl<B: Bucket, N: Nonces> Line<'_, B, N> {
-    /// Reads a state of the line, as [`find_to_read`](Line::find_to_read) left it, without other named snapshots. The
+    /// Reads a state of the line, without other named snapshots. Call [`find_to_read`](Line::find_to_read) first. The
     /// state at a batch or a snapshot may be followed by the later batches of the same run.
     ///
     /// # Errors
@@ -71,7 +71,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         }
     }
 
-    /// Returns the oldest batch from which on every state is kept.
+    /// Returns the oldest batch such that the archive keeps its state and every later state.
     ///
     /// # Errors
     /// Returns the errors of [`find`](Line::find).

@@ -60,7 +60,7 @@ pub use probe::probe;
 pub use restore::{ListedPart, RestoredEnd, StateSink};
 pub use status::{ManifestStatus, Status, status};
 
-/// A source of random numbers for nonces. No two draws may be equal, in any process.
+/// A source of random numbers for nonces. All draws of all processes must differ.
 pub trait Nonces {
     /// Returns a new random number, which is not zero.
     fn draw(&self) -> Nonce;
@@ -88,7 +88,7 @@ impl<B, N> Copy for Archive<'_, B, N> {}
 /// A handle to the line of an archive.
 ///
 /// A reader calls [`find`](Line::find) and then [`read_state`](Line::read_state). A writer calls `find` and
-/// [`fence`](Line::fence), and then appends. A restore, which has no directory yet, calls [`claim`](Line::claim) before
+/// [`fence`](Line::fence), and then appends. A restore has no directory yet, so it calls [`claim`](Line::claim) before
 /// it reads. After an error other than [`Error::Bucket`](crate::Error::Bucket) or
 /// [`Error::Unknown`](crate::Error::Unknown), a writer must not append.
 #[derive(Debug)]
@@ -96,8 +96,8 @@ pub struct Line<'a, B, N> {
     archive: Archive<'a, B, N>,
     view: View,
     writer: Option<Writer>,
-    /// An object to append, whose create may have been sent. Nothing else is appended until its outcome is known (rules
-    /// 1 and 3).
+    /// An object to append, whose create may have been sent. No other object is appended until the outcome of the
+    /// create is known (rules 1 and 3).
     pending: Option<Pending>,
     /// Data objects that this writer created and that no line object lists yet, by part.
     fresh: HashMap<Part, DataRef>,
@@ -169,8 +169,8 @@ impl<'a, B: Bucket, N: Nonces> Line<'a, B, N> {
         self.view.start
     }
 
-    /// Returns the last archived batch of the line, as far as this handle has read or appended it. A caller may
-    /// acknowledge the batch only once an [`Appended`] or a restore contains it.
+    /// Returns the last archived batch that this handle has read or appended. A caller may acknowledge the batch only
+    /// once an [`Appended`] or a restore contains it.
     #[must_use]
     pub fn archived(&self) -> BatchPoint {
         self.view.archived

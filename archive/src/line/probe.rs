@@ -15,8 +15,8 @@ const ATTEMPTS: u32 = 8;
 /// Checks that the bucket reports an absent object as absent, and that it refuses a second create of one key and leaves
 /// the first object unchanged. Uses a new key, and deletes the object afterwards.
 ///
-/// The probe cannot detect a server that violates these conditions only under concurrency. In such a bucket, each line
-/// object's nonce of the object before it turns the violation into reported damage.
+/// The probe cannot detect a server that violates these conditions only under concurrency. Such a violation is later
+/// reported as damage, because each line object contains the nonce of the object before it.
 ///
 /// # Errors
 /// Returns [`Error::NotSupported`] if a check fails, and [`Error::Bucket`] if the bucket cannot be reached.

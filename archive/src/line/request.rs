@@ -88,8 +88,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         if !self.archive.rules.follow(Rule::Nonce) && *in_doubt {
             return Ok(Attempt::Known(Known::Ours));
         }
-        // [nonce] If the bucket reports after a timeout that the object exists, it may be this process's object or
-        // another one.
+        // [nonce] If the bucket reports after a timeout that the object exists, the object may belong to this process
+        // or to another one.
         let Some(found) = self.get(key).await? else {
             if !self.archive.rules.follow(Rule::Reread) {
                 return Err(Error::Damaged { key, damage: Damage::Refused });
@@ -185,9 +185,9 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         payload.map(Some).map_err(|defect| Error::invalid(key, defect))
     }
 
-    /// Reads the data objects of `entries`, which the line object at position `lister` lists, up to [`READS_MAX`]
-    /// concurrently. Calls `receive` with each entry and its payload, in the order of `entries`. `receive` returns the
-    /// number of payloads that it still keeps in memory, so that fewer are read meanwhile.
+    /// Reads the data objects of `entries`, up to [`READS_MAX`] concurrently. The line object at position `lister`
+    /// lists these entries. Calls `receive` with each entry and its payload, in the order of `entries`. `receive`
+    /// returns the number of payloads that it still keeps in memory, which reduces the number of concurrent reads.
     pub(super) async fn need_each_data(
         &mut self,
         entries: &[DataRef],

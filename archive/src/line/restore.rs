@@ -16,20 +16,20 @@ use crate::object::{
     Payload, Role, Run, predecessor,
 };
 
-/// Receives a state that is read from the line, for example to restore it. After an error, the caller discards
-/// everything that the sink received and reads again.
+/// A receiver of a state that is read from the line, for example for a restore. After an error, the caller discards
+/// everything that the sink has received, and reads again.
 ///
 /// The calls arrive in this order:
 ///
 /// 1. the newest fence below the first object that is read;
 /// 2. the manifest and its parts, if there is a manifest;
 /// 3. frames, parts of the files that the frames name, fences and truncations, in the order of the line;
-/// 4. the named snapshots, newest first, each after those of its parts that were not received before.
+/// 4. the named snapshots, newest first, each after the parts that it needs and that were not received before.
 pub trait StateSink {
     /// Receives the manifest from which the state is rebuilt.
     ///
     /// # Errors
-    /// Returns the error of writing to the local disk.
+    /// Returns an error if the local disk cannot be written.
     fn manifest(&mut self, manifest: &Manifest) -> io::Result<()>;
 
     /// Returns true if the sink fetches the parts of image files itself when it needs them. It then receives them by
@@ -46,7 +46,7 @@ pub trait StateSink {
     /// Receives a part of a file. If parts overlap, the later call overwrites the earlier one.
     ///
     /// # Errors
-    /// Returns the error of writing to the local disk.
+    /// Returns an error if the local disk cannot be written.
     fn part(&mut self, part: &Part, bytes: Payload) -> io::Result<()>;
 
     /// Returns the number of received parts and pieces that are in memory and not written yet. Fewer are fetched
@@ -59,31 +59,31 @@ pub trait StateSink {
     /// a frame. The sink skips frames at or below the manifest's `redo` and checks the chain hash of each frame.
     ///
     /// # Errors
-    /// Returns the error of writing to the local disk, or an error if the frames do not continue the state.
+    /// Returns an error if the local disk cannot be written, or if the frames do not continue the state.
     fn frames(&mut self, before: &BatchPoint, after: &BatchPoint, piece: Payload) -> io::Result<()>;
 
     /// Receives a fence, which contains the STORE file and the headers of the segments that open an incarnation.
     ///
     /// # Errors
-    /// Returns the error of writing to the local disk.
+    /// Returns an error if the local disk cannot be written.
     fn fence(&mut self, fence: &Fence) -> io::Result<()>;
 
     /// Discards the batches above `lsn`.
     ///
     /// # Errors
-    /// Returns the error of writing to the local disk.
+    /// Returns an error if the local disk cannot be written.
     fn truncate(&mut self, lsn: Lsn) -> io::Result<()>;
 
     /// Receives a part of a file of a named snapshot. Files only grow, so this part never overwrites newer bytes.
     ///
     /// # Errors
-    /// Returns the error of writing to the local disk.
+    /// Returns an error if the local disk cannot be written.
     fn named_part(&mut self, part: &Part, bytes: Payload) -> io::Result<()>;
 
     /// Receives a named snapshot after all of its parts were received.
     ///
     /// # Errors
-    /// Returns the error of writing to the local disk.
+    /// Returns an error if the local disk cannot be written.
     fn named(&mut self, snapshot: &KeptSnapshot, parts: &[Part]) -> io::Result<()>;
 }
 
@@ -92,7 +92,7 @@ fn is_deferred<S: StateSink>(sink: &S, part: &Part) -> bool {
     part.role == Role::Images && sink.defers_images()
 }
 
-/// A part of a file, and where the archive contains it.
+/// A part of a file, and its location in the archive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ListedPart {
     /// The part, and the key of its data object.
@@ -111,7 +111,7 @@ pub struct RestoredEnd {
     pub store: StoreId,
     /// The last batch of the state.
     pub batch: BatchPoint,
-    /// The highest incarnation number in the state. A restored directory opens with a higher one (rule 24).
+    /// The highest incarnation number in the state. The opening of a restored directory has a higher number (rule 24).
     pub incarnation: u32,
     /// Position of the newest fence on the line.
     pub fence: u64,
@@ -496,8 +496,8 @@ impl Reading {
         self.received.insert((role, file, offset), (position, entry.key));
     }
 
-    /// Returns true if the data object of `entry`, which is listed at `position`, or a newer one for the same part was
-    /// received.
+    /// Returns true if the data object of `entry`, listed at `position`, was received, or a newer data object for the
+    /// same part.
     fn has_received(&self, position: u64, entry: &DataRef) -> bool {
         let Part { role, file, offset, .. } = entry.part;
         let is_newer = |(lister, key): &(u64, DataKey)| *lister > position || *key == entry.key;

@@ -11,7 +11,7 @@ use crate::object::{
 };
 
 /// The part of the line that a process has read or appended: the newest object of each kind, and the lists of data
-/// objects of all objects from the newest boundary's start on and of all kept snapshots.
+/// objects. The lists are those of all objects from the newest boundary's start on, and those of all kept snapshots.
 #[derive(Clone, Debug)]
 pub(super) struct View {
     /// The id of the store, once an object was read.
