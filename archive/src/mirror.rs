@@ -300,10 +300,10 @@ pub struct ViewedState {
 /// archive is not changed, and its writer continues.
 ///
 /// # Errors
-/// Returns [`Error::Empty`] if the archive is empty; [`Error::CutTooOld`], [`Error::InGap`],
-/// [`Error::UnknownSnapshot`] or [`Error::UnknownName`] if it does not keep the state; [`Error::Damaged`] with the name
-/// of an object that is missing or invalid; [`Error::Overtaken`] if boundaries pass faster than the archive can be read;
-/// and the errors of the disk and of the bucket.
+/// Returns [`Error::Empty`] if the archive is empty; [`Error::CutTooOld`], [`Error::InGap`], [`Error::UnknownSnapshot`]
+/// or [`Error::UnknownName`] if it does not keep the state; [`Error::Damaged`] with the name of an object that is
+/// missing or invalid; [`Error::Overtaken`] if boundaries pass faster than the archive can be read; and the errors of
+/// the disk and of the bucket.
 pub async fn view<B: Bucket, N: Nonces>(
     line: &mut Line<'_, B, N>,
     directory: &ViewDirectory,

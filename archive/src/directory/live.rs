@@ -39,8 +39,8 @@ impl ArchivedDirectory {
 
     /// Returns a snapshot that was published and verified after the directory was read, and the pieces of its files,
     /// which must be uploaded as parts. After a gap, the snapshot already has all its parts, and there are no pieces.
-    /// The caller must retain the snapshot and the log after its `redo` (rule 13). `archived` is the last archived batch;
-    /// see [`newest_snapshot`](Self::newest_snapshot).
+    /// The caller must retain the snapshot and the log after its `redo` (rule 13). `archived` is the last archived
+    /// batch; see [`newest_snapshot`](Self::newest_snapshot).
     ///
     /// # Errors
     /// Returns an error if the directory cannot be read.

@@ -22,6 +22,9 @@ use crate::line::{ListedPart, RestoredEnd};
 use crate::local::FenceRecord;
 use crate::object::Part;
 
+/// Maximum length in bytes of the longest frame of a log that is read back by several threads.
+const CONCURRENT_LEN_MAX: usize = 64 << 20;
+
 /// A restored named snapshot and its manifest.
 #[derive(Clone, Copy, Debug)]
 struct NamedManifest {
@@ -284,7 +287,13 @@ impl RestoredState<'_> {
         starts.extend(&known);
         // The last walks may be the longest ones.
         starts.sort_unstable_by_key(|start| (start.lsn, start.segment, start.offset));
-        for_each(&starts, |start| self.prove_walk(&map, *start, &known))
+        let prove = |start: &LogPoint| self.prove_walk(&map, *start, &known);
+        // Each walk holds a whole frame.
+        if self.longest > CONCURRENT_LEN_MAX {
+            starts.iter().try_for_each(prove)
+        } else {
+            for_each(&starts, prove)
+        }
     }
 
     /// Reads the log from `start` to the end of a batch in `known`, or to the last batch.

@@ -59,6 +59,12 @@ impl Extents {
             _ => self.extents.push((offset, bytes)),
         }
     }
+
+    /// Writes the frames. Returns their number of bytes.
+    pub fn write(self, files: &StoreFiles, piece: &Payload) -> io::Result<u64> {
+        let frames = self.extents.iter().map(|(offset, bytes)| (*offset, &piece[bytes.clone()]));
+        files.write_extents(FileName::Segment(self.segment), frames)
+    }
 }
 
 /// The threads that write the files of one restore. Dropping the value discards what is not written yet.
@@ -152,7 +158,12 @@ impl PartWriters {
         for _ in 0..threads::count() {
             let (shared, receiver) = (self.shared.clone(), receiver.clone());
             let thread = thread::Builder::new().name("remanent-restore".to_owned());
-            self.threads.push(thread.spawn(move || shared.run(&receiver))?);
+            match thread.spawn(move || shared.run(&receiver)) {
+                Ok(thread) => self.threads.push(thread),
+                // One thread suffices.
+                Err(_) if !self.threads.is_empty() => break,
+                Err(error) => return Err(error),
+            }
         }
         Ok(())
     }
@@ -199,10 +210,9 @@ impl Shared {
                     written.parts.push(part);
                     part.len
                 }
-                Job::Frames(Extents { segment, extents }, piece) => {
-                    let frames = extents.iter().map(|(offset, bytes)| (*offset, &piece[bytes.clone()]));
-                    written.segments.insert(segment);
-                    self.files.write_extents(FileName::Segment(segment), frames)?
+                Job::Frames(extents, piece) => {
+                    written.segments.insert(extents.segment);
+                    extents.write(&self.files, &piece)?
                 }
             };
             self.in_memory.fetch_sub(1, Ordering::Relaxed);

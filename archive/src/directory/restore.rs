@@ -18,7 +18,7 @@ use super::part_writers::{Durability, Extents, PartWriters};
 use super::record::ArchiveRecord;
 use crate::line::{ListedPart, StateSink};
 use crate::local::FenceRecord;
-use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, Part, Payload, Role};
+use crate::object::{BatchPoint, Fence, KeptSnapshot, Manifest, PART_LEN_MAX, Part, Payload, Role};
 
 /// Minimum distance of two points from which the log is read back concurrently, in bytes of batches.
 const POINT_EVERY: u64 = 8 << 20;
@@ -135,6 +135,8 @@ pub(crate) struct RestoredState<'t> {
     pub(super) points: Vec<LogPoint>,
     /// Number of bytes of batches after the last of `points`.
     since_point: u64,
+    /// Length of the longest frame in bytes.
+    pub(super) longest: usize,
     /// Writes the parts of image files and the frames.
     writers: Option<PartWriters>,
     /// The parts that were read back from the medium after they were written.
@@ -142,7 +144,7 @@ pub(crate) struct RestoredState<'t> {
 }
 
 impl<'t> RestoredState<'t> {
-    /// Begins to write a state into a directory, and removes the files that were there.
+    /// Removes the files of an unfinished restore from a directory, and returns the state to write into it.
     pub(super) fn begin(
         files: &'t StoreFiles,
         url: Option<&'t str>,
@@ -170,6 +172,7 @@ impl<'t> RestoredState<'t> {
             durability,
             points: Vec::new(),
             since_point: 0,
+            longest: 0,
             writers: None,
             proven: BTreeSet::new(),
         })
@@ -252,8 +255,8 @@ impl<'t> RestoredState<'t> {
         UncheckedFrame::decode(head).map_err(|defect| self.refuse(&defect))
     }
 
-    /// Checks the frames in `piece` from `at` on, and passes them to the writers. The start of a frame that continues in
-    /// the next piece becomes pending.
+    /// Checks the frames in `piece` from `at` on, and passes them to the writers. The start of a frame that continues
+    /// in the next piece becomes pending.
     fn write_frames(&mut self, piece: Payload, mut at: usize) -> io::Result<()> {
         let mut writes: Vec<Extents> = Vec::new();
         while let Some(head) = piece.get(at..at + FrameHeaderRaw::LEN) {
@@ -269,6 +272,11 @@ impl<'t> RestoredState<'t> {
             at = end;
         }
         self.pending.extend_from_slice(&piece[at..]);
+        if piece.len() > PART_LEN_MAX {
+            // A frame that no object contains as a whole. It is written here, so that no other one is in memory
+            // meanwhile.
+            return writes.into_iter().try_for_each(|extents| extents.write(self.files, &piece).map(drop));
+        }
         if writes.is_empty() {
             return Ok(());
         }
@@ -300,6 +308,7 @@ impl<'t> RestoredState<'t> {
         let payload = &bytes[FRAME_HEADER_LEN as usize..][..header.payload_len as usize];
         check_payload(&header, payload).map_err(|defect| self.refuse(&defect))?;
         self.segments.entry(segment).or_default().end = end.offset;
+        self.longest = self.longest.max(bytes.len());
         self.point = end;
         if header.kind == FrameKind::Batch {
             self.batch = end;

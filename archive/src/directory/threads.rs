@@ -31,7 +31,9 @@ pub(super) fn for_each<T: Sync>(items: &[T], work: impl Fn(&T) -> io::Result<()>
         let mut threads = Vec::new();
         for _ in 1..count().min(items.len()) {
             let thread = thread::Builder::new().name("remanent-restore".to_owned());
-            threads.push(thread.spawn_scoped(scope, run)?);
+            // If no further thread can be started, the running ones do all of the work.
+            let Ok(thread) = thread.spawn_scoped(scope, run) else { break };
+            threads.push(thread);
         }
         let mut result = run();
         for thread in threads {

@@ -199,8 +199,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     }
 
     /// Reads pieces of files and uploads those that the archive lacks, like [`upload_ahead`](Line::upload_ahead). Each
-    /// piece is read once, with `read`, which returns its CRC-64, while earlier ones are uploaded. Returns the parts of the first pieces: of all
-    /// of them, or of at least one if `must_pause` returns true.
+    /// piece is read once, with `read`, which returns its CRC-64, while earlier ones are uploaded. Returns the parts of
+    /// the first pieces: of all of them, or of at least one if `must_pause` returns true.
     ///
     /// # Errors
     /// Returns the errors of `read` and of [`append_run`](Line::append_run). Pieces that were uploaded are not uploaded

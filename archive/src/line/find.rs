@@ -38,8 +38,8 @@ pub(super) enum Lists {
 }
 
 /// Returns the last number above `low` for which `look` finds an object, with the object, or `low` if there is none. No
-/// number between `low` and the last one may be missing. First looks for `first` numbers concurrently, at distances 1, 3,
-/// 7 and so on, and then divides the range between the last found and the first missing number.
+/// number between `low` and the last one may be missing. First looks for `first` numbers concurrently, at distances 1,
+/// 3, 7 and so on, and then divides the range between the last found and the first missing number.
 ///
 /// If objects are created meanwhile, the result was the last number at some time during the search.
 async fn last_after<T, F>(low: u64, first: u32, look: impl Fn(u64) -> F) -> Result<(u64, Option<T>)>
@@ -102,9 +102,9 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         self.find_with(Lists::OfManifest, Rule::Check).await
     }
 
-    /// Finds the end of the line. Also reads the newest manifest and the given lists of data objects. `check` is the rule
-    /// by which the process detects that a boundary has passed the end: [`Rule::RCheck`], or [`Rule::Check`] if the
-    /// process creates the next object.
+    /// Finds the end of the line. Also reads the newest manifest and the given lists of data objects. `check` is the
+    /// rule by which the process detects that a boundary has passed the end: [`Rule::RCheck`], or [`Rule::Check`] if
+    /// the process creates the next object.
     pub(super) async fn find_with(&mut self, lists: Lists, check: Rule) -> Result<()> {
         let hint = self.hint().await.unwrap_or_default();
         for _ in 0..FIND_ATTEMPTS {
@@ -214,7 +214,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
             let (has_start, end) = join(exists(start), line.end_after(start, FIRST_POSITIONS)).await;
             (has_start?, Some(end?))
         };
-        if !has_start {
+        // A prefetched answer may be older than the boundary, whose first object was then created after the request.
+        if !has_start && (start == 1 || !self.exists(ObjectKey::Line(start)).await?) {
             if start == 1 {
                 return Ok(()); // The line is empty, or a boundary has passed. The caller distinguishes the two cases.
             }
@@ -228,8 +229,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
         self.read_back(&last, start, lists).await
     }
 
-    /// Returns the last position of the line, by a search that first looks for `first` positions concurrently. The object
-    /// at `known` must exist, and no position between `known` and the end may be missing.
+    /// Returns the last position of the line, by a search that first looks for `first` positions concurrently. The
+    /// object at `known` must exist, and no position between `known` and the end may be missing.
     pub(super) async fn end_after(&self, known: u64, first: u32) -> Result<u64> {
         let look = |position| async move { Ok(self.exists(ObjectKey::Line(position)).await?.then_some(())) };
         Ok(last_after(known, first, look).await?.0)

@@ -67,8 +67,8 @@ pub struct FoundCursor {
 }
 
 impl LineCursor {
-    /// Finds the object that contains the batch at `point`. If the batch is not archived yet, the cursor is at the end of
-    /// the line. The caller compares the batch, because another batch with its Lsn may be archived.
+    /// Finds the object that contains the batch at `point`. If the batch is not archived yet, the cursor is at the end
+    /// of the line. The caller compares the batch, because another batch with its Lsn may be archived.
     ///
     /// # Errors
     /// Returns [`Error::Overtaken`] if the batches after `point` are not kept, [`Error::Empty`], and the errors of
@@ -107,8 +107,8 @@ impl LineCursor {
     /// excludes objects that a stalled writer created again at deleted positions (rule 22).
     ///
     /// # Errors
-    /// Returns [`Error::Overtaken`] if a boundary has passed the position, [`Error::Damaged`] if the object is invalid or
-    /// does not continue the line, and [`Error::Bucket`] if the bucket cannot be reached. The cursor has not moved.
+    /// Returns [`Error::Overtaken`] if a boundary has passed the position, [`Error::Damaged`] if the object is invalid
+    /// or does not continue the line, and [`Error::Bucket`] if the bucket cannot be reached. The cursor has not moved.
     pub async fn next<B: Bucket, N: Nonces>(
         &mut self,
         archive: Archive<'_, B, N>,
@@ -146,8 +146,8 @@ impl LineCursor {
     /// Returns the frames of a run that [`next`](LineCursor::next) returned.
     ///
     /// # Errors
-    /// Returns [`Error::Overtaken`] or [`Error::Damaged`] if a data object is missing or invalid, and [`Error::Bucket`] if
-    /// the bucket cannot be reached.
+    /// Returns [`Error::Overtaken`] or [`Error::Damaged`] if a data object is missing or invalid, and [`Error::Bucket`]
+    /// if the bucket cannot be reached.
     pub async fn frames<B: Bucket, N: Nonces>(
         &self,
         archive: Archive<'_, B, N>,

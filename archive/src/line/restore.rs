@@ -433,8 +433,8 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     }
 }
 
-/// Reads the objects of `ahead`, whose first position is `lowest`. Returns the key of a missing object, and the position
-/// that contains or lists it.
+/// Reads the objects of `ahead`, whose first position is `lowest`. Returns the key of a missing object, and the
+/// position that contains or lists it.
 async fn read_each<B: Bucket, N: Nonces, S: StateSink>(
     ahead: &mut LineAhead<'_, '_, B, N, impl Fn(&LineObject, &DataRef) -> bool>,
     lowest: u64,

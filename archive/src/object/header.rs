@@ -213,8 +213,8 @@ impl Header {
         raw.to_bytes()
     }
 
-    /// Checks the header of an object and the checksum of its body, and returns the header and the body (SPEC A1 to
-    /// A5). Does not decode the body.
+    /// Checks the header of an object and the checksum of its body (SPEC A1 to A5), and returns both. Does not decode
+    /// the body.
     pub(super) fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), ObjectDefect> {
         Self::decode_with_crc(bytes).map(|(header, body, _)| (header, body))
     }
