@@ -21,7 +21,7 @@ use crate::bed::{Bed, block_on, lock, open};
 const DEPTH: u32 = 4;
 /// Maximum depth with a hint that is out of date, and without one.
 const STALE_DEPTH_MAX: u32 = 11;
-const NO_HINT_DEPTH_MAX: u32 = 11;
+const NO_HINT_DEPTH_MAX: u32 = 12;
 
 /// A bucket that counts the requests that follow each other: a request is one deeper than the deepest request that had
 /// ended when it was sent.
