@@ -94,7 +94,7 @@ impl<B: Bucket, N: Nonces> Line<'_, B, N> {
     }
 
     /// Finds the end of the line for a [`claim`](Line::claim), like [`find_to_read`](Line::find_to_read). Does not look
-    /// for newer boundaries at the end: the claim does so after its create (rule 16, [check]).
+    /// for newer boundaries at the end: the claim does so after its create (rule 16, [`Rule::Check`]).
     ///
     /// # Errors
     /// Returns the errors of [`find`](Line::find).
