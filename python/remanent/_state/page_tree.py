@@ -84,7 +84,8 @@ def update(batch: _native.Batch, updates: Iterable[Update], logged_max: int | No
     :param logged_max: the bytes of memory that the changed elements of all pages may occupy until the next snapshot. A
         page whose changes would exceed this is written completely. None uses the default of `Batch.update`.
     """
-    changed, group, held = False, [], 0
+    changed, held = False, 0
+    group: list[tuple[str, Any, int]] = []
     for key, block in updates:
         # With one page too many, all other threads would wait for the one that compares it.
         if held >= _COMPARED_BYTES:
